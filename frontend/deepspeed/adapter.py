@@ -99,6 +99,12 @@ class DeepSpeedAdapter(TorchAdapter):
         self._config = config
         return arguments
 
+    def launched(self, script: Path, arguments: Sequence[str], world: World) -> Sequence[str]:
+        """With `--local_rank`, as the launcher `deepspeed` gives it, where the script's file names that option."""
+        asked = "local_rank" in script.read_text(encoding="utf-8", errors="replace")
+        given = any(argument.startswith(("--local_rank", "--local-rank")) for argument in arguments)
+        return (f"--local_rank={world.local_rank}", *arguments) if asked and not given else arguments
+
     @contextmanager
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
         """DeepSpeed's shims, and its engine's hooks."""

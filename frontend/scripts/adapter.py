@@ -83,6 +83,11 @@ class Adapter:
             raise UsageError(f"--config is for DeepSpeed: give a {self.name} script its arguments behind --")
         return arguments
 
+    def launched(self, script: Path, arguments: Sequence[str], world: World) -> Sequence[str]:
+        """The arguments as the framework's launcher gives them to one rank; by default those of the user."""
+        del script, world
+        return arguments
+
     def installed(self, world: World, recorder: ScriptRecorder) -> AbstractContextManager[None]:
         """The framework's shims and hooks, in place for one run of the script.
 

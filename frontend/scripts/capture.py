@@ -781,11 +781,12 @@ def _mesh(run: ScriptRun) -> dict[str, int]:
     groups = {call.ranks for call in calls if call.peer < 0}
     fitting = (m for m in run.meshes if all(axes_of(ranks, m) is not None for ranks in groups))
     named = next(fitting, None)
+    if named is None and len(run.meshes) == 1:
+        named = run.meshes[0]  # two ranks that share a tensor may lie across its axes
     if named is None:
         found = infer({c.ranks for c in calls}, size, {c.ranks for c in calls if c.peer >= 0})
         if found is not None and not run.meshes:
             return found
-        # Two ranks that share a tensor may lie across the axes.
         named = found or next(iter(run.meshes), None)
     if named is None:
         shown = "; ".join(sorted({str(list(call.ranks[:8])) for call in calls}))

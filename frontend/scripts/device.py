@@ -43,11 +43,21 @@ _CUSTOM = "custom operator with a fake implementation (torch.library.register_fa
 _OPERATOR = (
     f"runs code of its own on a GPU, which a capture neither sees nor has: leave it out, or make it a {_CUSTOM}"
 )
+_DATA_PARALLEL = (
+    "torch.nn.DataParallel divides batches over all GPUs of one process, and a rank of a capture has one: let the script "
+    "run a process for each (DistributedDataParallel), or give --world-size 1"
+)
 _GRAPHS = "CUDA graphs are not captured: leave them out, the operators are those of the eager model"
 _DRIVER = "this asks a real GPU, and a capture has only the answers of one: leave it out if you can"
 _NOT_ANSWERED = "the GPU of a capture, where PyTorch has no CUDA, does not answer it: leave it out if you can"
+_DOWNLOAD = (
+    "it is downloaded, and is not here: have it downloaded before (a cache counts, as HF_HOME's), or give the script "
+    "data of the same shapes, or a configuration without weights"
+)
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
+    (r"download|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|not known\]|offline mode|"
+     r"couldn't connect|does not appear to have a file|cached (files|path)|from the Hub", _DOWNLOAD),
     (r"active drivers|[Tt]riton", f"a Triton kernel {_OPERATOR}"),
     (r"lib(cuda|cudart|cublas|cudnn|nccl|nvrtc|nvidia-ml)\w*[.\d]*\.so|NVML|nvml|nvidia-ml|no NVIDIA", _DRIVER),
     (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs|nvrtc", _NOT_ANSWERED),
@@ -105,6 +115,8 @@ def answers(world: World) -> Iterator[AbstractContextManager[None]]:
         for name, answer in answered.items():
             if hasattr(owner, name):
                 yield replaced(owner, name, answer if world.gpus else _without(name, answer))
+    if world.gpus and min(world.local_size, world.size) > 1:
+        yield replaced(torch.nn, "DataParallel", _refuse(_DATA_PARALLEL))
     for owner, name, why in _needs_its_own():
         yield replaced(owner, name, _refuse(f"{name} {why}" if why is not _GRAPHS else why))
 
@@ -280,6 +292,8 @@ class OnTheDevice(TorchFunctionMode):
             return PLACES[func](*args)
         if func is Tensor.pin_memory:
             return args[0]
+        if func is torch.device and self._gpus and args and type(args[0]) is int:
+            return torch.device("cuda", args[0])
         if func is Tensor.is_pinned:
             return False
         if kwargs.get("pin_memory"):

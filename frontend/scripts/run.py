@@ -108,7 +108,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         raise InputError(f"{script.path}: no such file: give a Python script")
     with ExitStack() as stack:
         enter = stack.enter_context
-        enter(_as_main(script))
+        enter(_as_main(script, adapter.launched(script.path, script.arguments, world)))
         enter(world.entered())
         mode = enter(capture_mode())
         recorder = (CountingRecorder if script.host is not None else ScriptRecorder)(
@@ -250,12 +250,12 @@ def script_line(path: Path, error: BaseException) -> str:
 
 
 @contextmanager
-def _as_main(script: Script) -> Iterator[None]:
+def _as_main(script: Script, arguments: Sequence[str]) -> Iterator[None]:
     """The interpreter as a script finds it, then as it was; what was imported from beside it is forgotten."""
     folder = str(script.path.resolve().parent)
     argv, path, before, here = sys.argv, list(sys.path), set(sys.modules), Path.cwd()
     hook = sys.excepthook
-    sys.argv = [str(script.path), *script.arguments]
+    sys.argv = [str(script.path), *arguments]
     sys.path.insert(0, str(here) if script.module else folder)
     try:
         yield

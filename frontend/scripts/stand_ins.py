@@ -8,8 +8,10 @@ it does nothing but write what it was given: `WRITES_ONLY`. All else of them end
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -34,15 +36,35 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
     Args:
         note: is told what was used of them.
     """
-    made = [module for name, make in _STAND_INS.items() if _is_missing(name) for module in make(note)]
-    for module in made:
-        sys.modules[module.__name__] = module
+    missing = [name for name in _STAND_INS if _is_missing(name)]
+    for name in missing:
+        sys.modules.update({module.__name__: module for module in _STAND_INS[name](note)})
+    parts = _Parts(missing)
+    sys.meta_path.append(parts)
     try:
         yield
     finally:
-        for module in made:
-            if sys.modules.get(module.__name__) is module:
-                del sys.modules[module.__name__]
+        sys.meta_path.remove(parts)
+        for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
+            del sys.modules[name]
+
+
+class _Parts(Loader, MetaPathFinder):
+    """Finds modules of stand-ins that are not there themselves: whatever is imported of them is a name."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        """One for each module of a stand-in."""
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self._names else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """A module of names."""
+        return _module(spec.name, __getattr__=partial(_name_in, spec.name))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It is complete."""
 
 
 def _is_missing(name: str) -> bool:
@@ -81,25 +103,26 @@ class _Kernel:
     run = __call__
 
 
-class _Name:
-    """Whatever else of Triton a module names where it is imported: types, constants, decorators' arguments."""
+class _Name(type):
+    """Whatever else of a package a module names where it is imported: classes, constants, decorators."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Name(f"{self._name}.{name}")
+        return _Name(name, (), {})
 
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        return self
+    def __call__(cls, *given: Any, **__: Any) -> Any:
+        """As a decorator it leaves what it is given."""
+        return given[0] if len(given) == 1 and callable(given[0]) else cls
 
-    def __getitem__(self, _: Any) -> Any:
-        return self
+    def __getitem__(cls, _: Any) -> Any:
+        return cls
 
-    def __repr__(self) -> str:
-        return self._name
+
+def _name_in(module: str, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Name(name, (), {"__module__": module})
 
 
 def _triton(note: NoteTaker) -> list[ModuleType]:
@@ -109,12 +132,8 @@ def _triton(note: NoteTaker) -> list[ModuleType]:
     def configured(*_: Any, **__: Any) -> Callable[[Any], Any]:
         return lambda kernel: kernel
 
-    def named(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Name(name)
-
-    language = _module("triton.language", __getattr__=named, constexpr=_Name("constexpr"))
+    named = partial(_name_in, "triton")
+    language = _module("triton.language", __getattr__=named, constexpr=_Name("constexpr", (), {}))
     whole = _module(
         "triton", jit=jit, autotune=configured, heuristics=configured, language=language, __version__="3.5.0",
         cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length(), __getattr__=named,

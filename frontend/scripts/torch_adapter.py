@@ -206,6 +206,8 @@ class TorchAdapter(Adapter):
 
     def meshes(self, world: World) -> list[Mapping[str, int]]:
         """Those of all ranks whose dimensions have names, the last that the script made first."""
+        if known := super().meshes(world):
+            return known
         named = [(names, sizes) for names, sizes in reversed(self._meshes) if len(names) == len(sizes)]
         return [dict(zip(names, sizes, strict=True)) for names, sizes in named if prod(sizes) == world.size]
 
