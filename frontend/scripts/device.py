@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, _meta_registrations
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
@@ -312,7 +312,13 @@ class OnTheDevice(TorchFunctionMode):
         if "device" in kwargs and is_gpu(kwargs["device"]):
             made = self._on_gpu(func, args, kwargs | {"device": _CPU})
             return moved(args[0], made, True) if args and made is args[0] else _marked(made)
-        out = self._run(func, args, kwargs)
+        try:
+            out = self._run(func, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            known = values.computed(func, args, kwargs)
+            if known is None:
+                raise
+            return _marked(known) if any(isinstance(a, Tensor) and on_gpu(a) for a in args) else known
         values.follow(func, args, kwargs, out, self._note)
         keep_finite(func, args, out)
         return out

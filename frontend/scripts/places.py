@@ -135,5 +135,14 @@ def answered(index: int) -> Iterator[None]:
 
     _Place.gpu, _Place.below = torch.device("cuda", index), 0
     local = property(lambda tensor: tensor._local_tensor.device)
+    new = FakeTensor.__new__
+
+    def parameter(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        # Libraries make a parameter by the class of another one, which is that of fake tensors here.
+        if kwargs.keys() <= {"requires_grad"} and len(args) == 1 and isinstance(args[0], Tensor):
+            return nn.Parameter(args[0], **kwargs)
+        return new(kind, *args, **kwargs)
+
     with replaced(FakeTensor, "device", property(_device)), replaced(DTensor, "device", local):
-        yield
+        with replaced(FakeTensor, "__new__", staticmethod(parameter)):
+            yield

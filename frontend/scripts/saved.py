@@ -1,12 +1,21 @@
-"""What a script saves in a run and loads again: kept in memory by the file's name, since there are no values to write."""
+"""What a script saves and loads: kept in memory by the file's name, since there are no values to write.
+
+Of a file of safetensors, which others wrote, shapes and types are read.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from echograph.errors import CaptureError
 
 
 class Saved:
@@ -44,6 +53,34 @@ class Saved:
                 return self._kept[name]
 
         return load
+
+
+# Names of types in the header of a file of safetensors, and PyTorch's.
+_SAFE = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_MOST_HEADER = 100 * 2**20  # as safetensors has it
+
+
+def weights(original: Callable[..., Any]) -> Callable[..., dict[str, Tensor]]:
+    """`safetensors.torch.load_file` that reads the header alone: names, shapes and types."""
+    del original
+
+    def load_file(filename: str | os.PathLike[str], device: Any = "cpu") -> dict[str, Tensor]:
+        with Path(filename).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MOST_HEADER:
+                raise CaptureError(f"{filename}: no file of safetensors: its header says {length:,} bytes")
+            header = json.loads(file.read(length))
+        return {
+            name: torch.empty(held["shape"], dtype=_SAFE[held["dtype"]], device=device)
+            for name, held in header.items()
+            if name != "__metadata__"
+        }
+
+    return load_file
 
 
 def _file(f: Any) -> str | None:

@@ -10,6 +10,7 @@ to be those of the last output known; the stage that makes them says later wheth
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -31,7 +32,7 @@ from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.checks import one_rank
 from echograph.frontend.scripts.host_work import compiled
 from echograph.frontend.scripts.recorder import ScriptRecorder
-from echograph.frontend.scripts.saved import Saved
+from echograph.frontend.scripts.saved import Saved, weights
 from echograph.frontend.scripts.values import line_of_script
 from echograph.frontend.scripts.world import World
 from echograph.ir.passes.fuse import COMPILED
@@ -168,6 +169,8 @@ class TorchAdapter(Adapter):
             saved = Saved(recorder.note)
             enter(patched(torch, "save", saved.saving))
             enter(patched(torch, "load", saved.loading))
+            if importlib.util.find_spec("safetensors") is not None:
+                enter(patched(importlib.import_module("safetensors.torch"), "load_file", weights))
             enter(patched(torch, "compile", lambda _: compiling(recorder, self.compiles)))
             enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))
             enter(patched(DataLoader, "__init__", _in_this_process))

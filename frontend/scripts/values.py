@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from echograph.errors import CaptureError
 from echograph.frontend.scripts.adapter import patched
@@ -288,6 +290,16 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, n
             setattr(tensor, _VALUES, value)
             if any(hasattr(argument, _EVEN) for argument in args):
                 setattr(tensor, _EVEN, True)
+
+
+def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function makes whose shape depends on values, such as `nonzero`; None where these are not known."""
+    known: Any = _with_values((args, kwargs))
+    if known is _UNKNOWN:
+        return None
+    with _disable_current_modes():
+        made = func(*known[0], **known[1])
+    return tree_map(partial(given, lambda part: torch.empty(part.shape, dtype=part.dtype)), made)
 
 
 def _count_evenly(counted: FakeTensor, out: Any) -> None:
