@@ -496,7 +496,8 @@ def _streams() -> Iterator[AbstractContextManager[None]]:
 def _moves(world: World) -> Iterator[AbstractContextManager[None]]:
     """What brings models to a GPU, and what is set up for one."""
     if world.gpus:
-        yield replaced(torch.nn.Module, "cuda", _module_moved)
+        yield replaced(torch.nn.Module, "cuda", lambda module, *_, **__: mark_module(module))
+        yield replaced(torch.nn.Module, "cpu", lambda module: mark_module(module, False))
         yield patched(torch.nn.Module, "to", _to)
         yield patched(torch.autocast, "__init__", _of_cpu)
         yield patched(torch.amp.GradScaler, "__init__", _scaler)
@@ -527,23 +528,18 @@ def _nothing(*_: Any, **__: Any) -> None:
     """The device needs no such care."""
 
 
-def _module_moved(module: torch.nn.Module, *_: Any, **__: Any) -> torch.nn.Module:
-    mark_module(module)
-    return module
-
-
 def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module.to`, whose parameters stay the same objects where they go to another device alone."""
+
     def to(module: Any, *args: Any, **kwargs: Any) -> Any:
         target = kwargs.get("device", args[0] if args else None)
-        if target is None or isinstance(target, torch.dtype | Tensor):
+        if target is None or isinstance(target, torch.dtype | Tensor) or str(target) == "meta":
             return original(module, *args, **kwargs)
-        if "device" in kwargs:
-            kwargs["device"] = _in_memory(target)
-        else:
-            args = (_in_memory(target), *args[1:])
-        original(module, *args, **kwargs)
-        mark_module(module, is_gpu(target))
-        return module
+        others = args if "device" in kwargs else args[1:]
+        named = {name: value for name, value in kwargs.items() if name in ("dtype", "memory_format")}
+        if others or named:
+            original(module, *others, **named)
+        return mark_module(module, is_gpu(target))
 
     return to
 

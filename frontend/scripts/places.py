@@ -61,14 +61,15 @@ def mark(tensor: Any, gpu: bool = True) -> None:
         inner.__dict__.pop(_GPU, None)
 
 
-def mark_module(module: nn.Module, gpu: bool = True) -> None:
-    """The same of all that a module has."""
+def mark_module(module: nn.Module, gpu: bool = True) -> nn.Module:
+    """The same of all that a module has; gives it back."""
     for parameter in module.parameters():
         mark(parameter, gpu)
         if parameter.grad is not None:
             mark(parameter.grad, gpu)
     for buffer in module.buffers():
         mark(buffer, gpu)
+    return module
 
 
 def moved(tensor: Tensor, made: Any, gpu: bool) -> Any:

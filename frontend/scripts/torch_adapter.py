@@ -183,6 +183,8 @@ class TorchAdapter(Adapter):
                     static = isinstance(getattr_static(device_mesh.DeviceMesh, name), staticmethod)
                     kind = staticmethod if static else lambda function: function
                     enter(patched(device_mesh.DeviceMesh, name, lambda f, kind=kind: kind(_with_values(f))))
+            ranks = property(_with_values(device_mesh.DeviceMesh.mesh.fget))
+            enter(replaced(device_mesh.DeviceMesh, "mesh", ranks))
             for owner in (device_mesh, torch.distributed):
                 if hasattr(owner, "init_device_mesh"):
                     enter(patched(owner, "init_device_mesh", lambda f: _cpu_mesh(world, f)))
