@@ -102,7 +102,10 @@ def _exchanged(summary: dict[str, Any]) -> str:
 
 def table(outcomes: list[Outcome]) -> str:
     """The outcomes in Markdown."""
-    lines = ["| script | ranks | captured | a rank exchanges in a step | CPU s | MiB | |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| script | ranks | captured | a rank exchanges in a step | CPU s | MiB | |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for o in outcomes:
         told = "yes" if o.captured else "no"
         numbers = f"{o.ranks:,} | {told} | {o.communication} | {o.seconds:.0f} | {o.mib:,.0f}"

@@ -56,8 +56,11 @@ _DOWNLOAD = (
 )
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
-    (r"download|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|not known\]|offline mode|"
-     r"couldn't connect|does not appear to have a file|cached (files|path)|from the Hub", _DOWNLOAD),
+    (
+        r"download|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|not known\]|offline mode|"
+        r"couldn't connect|does not appear to have a file|cached (files|path)|from the Hub",
+        _DOWNLOAD,
+    ),
     (r"active drivers|[Tt]riton", f"a Triton kernel {_OPERATOR}"),
     (r"lib(cuda|cudart|cublas|cudnn|nccl|nvrtc|nvidia-ml)\w*[.\d]*\.so|NVML|nvml|nvidia-ml|no NVIDIA", _DRIVER),
     (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs|nvrtc", _NOT_ANSWERED),

@@ -101,7 +101,9 @@ def _has_mark(value: Any) -> bool:
     if isinstance(value, Tensor):
         return _GPU in value.__dict__
     # Of several tensors, which are all in one place.
-    return type(value) in (list, tuple) and bool(value) and isinstance(value[0], Tensor) and _GPU in value[0].__dict__
+    return (
+        type(value) in (list, tuple) and bool(value) and isinstance(value[0], Tensor) and _GPU in value[0].__dict__
+    )
 
 
 class _Below:

@@ -215,7 +215,9 @@ class _Rotated(torch.autograd.Function):
         return grads[0] * 1.0, None, None, None
 
 
-def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False, **_: Any) -> Tensor:
+def _rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False, **_: Any
+) -> Tensor:
     out: Tensor = _Rotated.apply(x, cos, sin, inplace)  # type: ignore[no-untyped-call]
     return out
 
@@ -223,7 +225,9 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inpl
 class _RmsNorm(torch.nn.RMSNorm):
     """`flash_attn.ops.rms_norm.RMSNorm`, and Triton's of the same name."""
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, device: Any = None, dtype: Any = None, **_: Any) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-5, device: Any = None, dtype: Any = None, **_: Any
+    ) -> None:
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
@@ -236,7 +240,9 @@ def _layer_norm(
     is_rms_norm: bool = False, **given: Any,
 ) -> Tensor:  # fmt: skip
     if residual is not None or given.get("prenorm") or given.get("dropout_p"):
-        raise CaptureError("flash_attn's layer_norm_fn with a residual or dropout is one kernel that PyTorch has not")
+        raise CaptureError(
+            "flash_attn's layer_norm_fn with a residual or dropout is one kernel that PyTorch has not"
+        )
     norm = torch.nn.functional.rms_norm if is_rms_norm else torch.nn.functional.layer_norm
     parts = (weight,) if is_rms_norm else (weight, bias)
     out: Tensor = norm(x, (x.shape[-1],), *parts, eps=eps)

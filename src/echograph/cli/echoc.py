@@ -16,9 +16,9 @@ from echograph.cli.output import (
     print_json,
     print_line,
     print_notes,
-    print_warnings,
     print_table,
     print_text,
+    print_warnings,
     print_written,
     progress,
     reading,
@@ -217,9 +217,7 @@ def _print_coverage(record: dict[str, Any]) -> None:
 @app.command("capture")
 def capture_command(
     framework: Annotated[str, typer.Argument(help="torch, deepspeed or megatron.")],
-    script: Annotated[
-        Path | None, typer.Option("--script", help="The training script; it is not edited.")
-    ] = None,
+    script: Annotated[Path | None, typer.Option("--script", help="The training script; it is not edited.")] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(help="What the script finds behind its name; give it behind --.")
     ] = None,

@@ -77,7 +77,9 @@ model = torch.nn.Linear(8, 8)
         return [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
     assert operators(moving) == operators(text)
-    kept = "import torch\nassert torch.arange(3).cuda().cpu().tolist() == [0, 1, 2]\nmodel = torch.nn.Linear(8, 8)\n"
+    kept = (
+        "import torch\nassert torch.arange(3).cuda().cpu().tolist() == [0, 1, 2]\nmodel = torch.nn.Linear(8, 8)\n"
+    )
     assert run(tmp_path, kept + STEPS).recorder.recorded
 
 
@@ -179,7 +181,9 @@ assert not os.path.exists("kept.pt")
 def test_weights_of_safetensors_have_shapes(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     safetensors = pytest.importorskip("safetensors.torch")
-    safetensors.save_file({"weight": torch.zeros(8, 8), "bias": torch.zeros(8, dtype=torch.bfloat16)}, tmp_path / "w")
+    safetensors.save_file(
+        {"weight": torch.zeros(8, 8), "bias": torch.zeros(8, dtype=torch.bfloat16)}, tmp_path / "w"
+    )
     text = f"""import torch
 from safetensors.torch import load_file
 model = torch.nn.Linear(8, 8).cuda()
