@@ -1,7 +1,7 @@
-"""Captures training scripts of others, unedited, from a folder of their clones: `python -m benchmarks.strangers FOLDER`.
+"""Captures training scripts of others, unedited, from clones: `python -m benchmarks.strangers FOLDER`.
 
-Prints the table of docs/adapters.md: what came out of each script of `strangers.toml`, in how many seconds of processor
-time and at what peak of memory, or the line in which it ended.
+Prints the table of docs/adapters.md: what came out of each script of `strangers.toml`, in how many seconds of
+processor time and at what peak of memory, or the line in which it ended.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def capture(row: dict[str, Any], folder: Path) -> Outcome:
     warnings = summary.get("warnings", ())
     return Outcome(
         name=row["name"], ranks=row["ranks"], captured=status == 0, communication=_exchanged(summary),
-        seconds=seconds, mib=used.ru_maxrss / 1024, line=" ".join(warnings) if status == 0 else (lines or [""])[-1],
+        seconds=seconds, mib=used.ru_maxrss / 1024,
+        line=" ".join(warnings) if status == 0 else (lines or [""])[-1],
     )  # fmt: skip
 
 

@@ -242,7 +242,7 @@ def _stepping(
 
 
 class _Pace:
-    """Ends a training step where the engine does that stepped first: of several (a GAN's) each has a turn in it."""
+    """Ends a training step where the first engine does that stepped: of several, a GAN's, each has a turn."""
 
     def __init__(self, recorder: ScriptRecorder) -> None:
         self._recorder = recorder

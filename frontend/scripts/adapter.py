@@ -103,7 +103,7 @@ class Adapter:
         return None
 
     def meshes(self, world: World) -> list[Mapping[str, int]]:
-        """Meshes that the axes may be of, as `axes` says them; the first of which all groups are formulas is taken."""
+        """Meshes as `axes` says one; the first of which all groups are formulas is taken."""
         axes = self.axes(world)
         return [] if axes is None else [axes]
 

@@ -745,8 +745,8 @@ def capture_script(
         The job graph, and notes on what stands for something else.
 
     Raises:
-        CaptureError: as `run_script`, and where ranks or groups fit no mesh; of a strict capture, where anything is
-            unlikely to be meant.
+        CaptureError: as `run_script`, and where ranks or groups fit no mesh; of a strict capture, where
+            anything is unlikely to be meant.
         UsageError: a rank that the world does not have.
     """
     check_ranks(ranks, world.size)

@@ -40,8 +40,8 @@ def _communication(graph: Graph, world: World, where: str) -> Iterator[str]:
     groups = {node.meta[COMMUNICATION].ranks for node in graph.nodes if COMMUNICATION in node.meta}
     if not groups:
         yield (
-            f"{_at(where)}no rank communicates in this step of {world.size:,} ranks: each trains a model of its own; "
-            "wrap the model (DistributedDataParallel, fully_shard), or give --world-size 1"
+            f"{_at(where)}no rank communicates in this step of {world.size:,} ranks: each trains a model of its "
+            "own; wrap the model (DistributedDataParallel, fully_shard), or give --world-size 1"
         )
     elif all(len(ranks) == 1 for ranks in groups):
         yield (
@@ -58,8 +58,8 @@ def _samples(recorder: ScriptRecorder) -> Iterator[str]:
     # Schedules and accumulation cut a batch into equal parts; models may fold its first two dimensions.
     if all(size % counted and counted % size for size in sizes):
         yield (
-            f"{_at(where)}the loader gives batches of {' or '.join(map(str, sorted(sizes)))}, and the model's first "
-            f"input has {counted} samples: samples a second are of {counted}"
+            f"{_at(where)}the loader gives batches of {' or '.join(map(str, sorted(sizes)))}, and the model's "
+            f"first input has {counted} samples: samples a second are of {counted}"
         )
 
 
@@ -69,8 +69,8 @@ def one_rank(what: str, group: Any, world: World, where: str) -> str:
     if world.size == 1 or size > 1:
         return ""
     return (
-        f"{_at(where)}{what} has a group of one rank, of {world.size:,} in the world: it communicates nothing; look "
-        "at the group, or the mesh, that it is given"
+        f"{_at(where)}{what} has a group of one rank, of {world.size:,} in the world: it communicates nothing; "
+        "look at the group, or the mesh, that it is given"
     )
 
 

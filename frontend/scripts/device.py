@@ -44,15 +44,15 @@ _OPERATOR = (
     f"runs code of its own on a GPU, which a capture neither sees nor has: leave it out, or make it a {_CUSTOM}"
 )
 _DATA_PARALLEL = (
-    "torch.nn.DataParallel divides batches over all GPUs of one process, and a rank of a capture has one: let the script "
-    "run a process for each (DistributedDataParallel), or give --world-size 1"
+    "torch.nn.DataParallel divides batches over all GPUs of one process, and a rank of a capture has one: let the "
+    "script run a process for each (DistributedDataParallel), or give --world-size 1"
 )
 _GRAPHS = "CUDA graphs are not captured: leave them out, the operators are those of the eager model"
 _DRIVER = "this asks a real GPU, and a capture has only the answers of one: leave it out if you can"
 _NOT_ANSWERED = "the GPU of a capture, where PyTorch has no CUDA, does not answer it: leave it out if you can"
 _DOWNLOAD = (
-    "it is downloaded, and is not here: have it downloaded before (a cache counts, as HF_HOME's), or give the script "
-    "data of the same shapes, or a configuration without weights"
+    "it is downloaded, and is not here: have it downloaded before (a cache counts, as HF_HOME's), or give the "
+    "script data of the same shapes, or a configuration without weights"
 )
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (

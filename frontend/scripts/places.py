@@ -1,7 +1,7 @@
 """Where a tensor is: which tensors the script put on the GPU, so that all who ask are told the same.
 
-Fake tensors are on the CPU, as PyTorch's own code sees them (`frontend.scripts.device`). A script, and a library in
-Python, is told that a tensor is on the rank's GPU if it was made there, was moved there, or was computed from one
+Fake tensors are on the CPU, as PyTorch's own code sees them (`frontend.scripts.device`). A script, and a library
+in Python, is told that a tensor is on the rank's GPU if it was made or moved there, or was computed from one
 that is. A mark on the tensor says so. The recorder passes marks on from the operands of an operator to its
 results, and answers the dispatcher and autograd, which ask below it (`below`), with the CPU.
 """
@@ -146,6 +146,9 @@ def answered(index: int) -> Iterator[None]:
             return nn.Parameter(args[0], **kwargs)
         return new(kind, *args, **kwargs)
 
-    with replaced(FakeTensor, "device", property(_device)), replaced(DTensor, "device", local):
-        with replaced(FakeTensor, "__new__", staticmethod(parameter)):
-            yield
+    with (
+        replaced(FakeTensor, "device", property(_device)),
+        replaced(FakeTensor, "__new__", staticmethod(parameter)),
+        replaced(DTensor, "device", local),
+    ):
+        yield

@@ -1,8 +1,9 @@
 """Packages that need a GPU: what scripts import of them, where they are not installed, and what of them is known.
 
-A stand-in is there for as long as a script runs. What its functions make is known (attention, whichever kernel makes
-it), so they are made of PyTorch's operators, those of a GPU. A kernel in Triton can be imported and not be run, unless
-it does nothing but write what it was given: `WRITES_ONLY`. All else of them ends in one line that names it.
+A stand-in is there for as long as a script runs. What its functions make is known (attention, whichever kernel
+makes it), so they are made of PyTorch's operators, those of a GPU. A kernel in Triton can be imported and not be
+run, unless it does nothing but write what it was given: `WRITES_ONLY`. All else of them ends in one line that names
+it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from echograph.errors import CaptureError
 NoteTaker = Callable[[str], None]
 
 WRITES_ONLY = ("_fill_indices_kernel",)
-"""Kernels in Triton, by name, that write a tensor which they were given and read small ones: places of tokens in the
-order of their experts (torchtitan). Their few microseconds are left out."""
+"""Kernels in Triton, by name, that write a tensor which they were given and read small ones: places of tokens in
+the order of their experts (torchtitan). Their few microseconds are left out."""
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def _module(name: str, **contents: Any) -> ModuleType:
     return module
 
 
-# -- Triton ----------------------------------------------------------------------------------------------------------
+# -- Triton --------------------------------------------------------------------------------------------------
 
 
 class _Kernel:
@@ -95,8 +96,9 @@ class _Kernel:
     def __call__(self, *_: Any, **__: Any) -> None:
         if self.__name__ not in WRITES_ONLY:
             raise CaptureError(
-                f"the kernel {self.__name__} is written in Triton, and a capture cannot look into it: choose PyTorch's "
-                "own operators, or make it a custom operator with a fake implementation (torch.library.register_fake)"
+                f"the kernel {self.__name__} is written in Triton, and a capture cannot look into it: choose "
+                "PyTorch's own operators, or make it a custom operator with a fake implementation "
+                "(torch.library.register_fake)"
             )
         self._note(f"the kernel {self.__name__} (Triton) is left out: it writes indices, for some microseconds")
 
@@ -141,7 +143,7 @@ def _triton(note: NoteTaker) -> list[ModuleType]:
     return [whole, language]
 
 
-# -- attention -------------------------------------------------------------------------------------------------------
+# -- attention -----------------------------------------------------------------------------------------------
 
 
 def flash_attention(
@@ -177,7 +179,7 @@ def flash_attention(
         window_size = (-1, -1)
     if tuple(window_size) not in ((-1, -1), (-1, 0)) or softcap or alibi_slopes is not None or return_attn_probs:
         raise CaptureError(
-            "flash_attn with a window, a cap, ALiBi's slopes or its scores returned is no kernel that PyTorch has: "
+            "flash_attn with a window, a cap, ALiBi's slopes or its scores returned is no kernel of PyTorch's: "
             "leave these out"
         )
     parts = (part.transpose(1, 2) for part in (q, k, v))
@@ -255,7 +257,8 @@ def _flash_attn(note: NoteTaker) -> list[ModuleType]:
         return flash_attention(*args, **kwargs)
 
     functions = {
-        "flash_attn_func": attention, "flash_attn_qkvpacked_func": _packed, "flash_attn_kvpacked_func": _packed_keys,
+        "flash_attn_func": attention, "flash_attn_qkvpacked_func": _packed,
+        "flash_attn_kvpacked_func": _packed_keys,
         "flash_attn_varlen_func": _not_packed, "flash_attn_varlen_qkvpacked_func": _not_packed,
         "flash_attn_varlen_kvpacked_func": _not_packed, "flash_attn_with_kvcache": _not_packed,
     }  # fmt: skip

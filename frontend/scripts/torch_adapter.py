@@ -400,7 +400,7 @@ def _replicate(recorder: ScriptRecorder, world: World, original: Callable[..., A
 
 
 def _fully_sharded(recorder: ScriptRecorder, world: World, original: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP, whose ranks are taken to have the same parameters; it refuses the CPU where nobody asks for it by name."""
+    """FSDP: ranks are taken to have the same parameters; it refuses a CPU that nobody asks for by name."""
     from torch.distributed.fsdp import ShardingStrategy
 
     def init(fsdp: Any, module: Any, *args: Any, **kwargs: Any) -> None:

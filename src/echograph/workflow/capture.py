@@ -67,8 +67,9 @@ def capture(
         MissingExtraError: the framework, or PyTorch, is not installed.
     """
     captured = capture_script_file(
-        None if script is None else Path(script), framework, arguments, world_size=world_size, local_size=local_size, gpus=gpus,
-        decided=decided, ranks=ranks, step=step, whole=whole, config=None if config is None else Path(config),
+        None if script is None else Path(script), framework, arguments, world_size=world_size,
+        local_size=local_size, gpus=gpus, decided=decided, ranks=ranks, step=step, whole=whole,
+        config=None if config is None else Path(config),
         measure_host=measure_host, module=module, strict=strict, showing=lambda: nullcontext(say),
     )  # fmt: skip
     tell(captured.notes)

@@ -1,4 +1,4 @@
-"""What a capture counted is held against the script: warnings name the line, and a strict capture ends with them."""
+"""What a capture counted is held against the script: a warning names the line; if strict, it is the end."""
 
 from __future__ import annotations
 
