@@ -2,8 +2,8 @@
 
 A stand-in is there for as long as a script runs. What its functions make is known (attention, whichever kernel
 makes it), so they are made of PyTorch's operators, those of a GPU. A kernel in Triton can be imported and not be
-run, unless it does nothing but write what it was given: `WRITES_ONLY`. All else of them ends in one line that names
-it.
+run, unless it does nothing but write what it was given: `WRITES_ONLY`. All else of them ends in one line with its
+name.
 """
 
 from __future__ import annotations
@@ -182,19 +182,21 @@ def flash_attention(
             "flash_attn with a window, a cap, ALiBi's slopes or its scores returned is no kernel of PyTorch's: "
             "leave these out"
         )
-    parts = (part.transpose(1, 2) for part in (q, k, v))
+    query, key, value = (part.transpose(1, 2) for part in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(
-        *parts, dropout_p=dropout_p, is_causal=causal, scale=softmax_scale, enable_gqa=q.shape[2] != k.shape[2]
+        query, key, value, dropout_p=dropout_p, is_causal=causal, scale=softmax_scale, enable_gqa=q.shape[2] != k.shape[2]
     )
     return out.transpose(1, 2)
 
 
 def _packed(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return flash_attention(*qkv.unbind(dim=-3), *args, **kwargs)
+    q, k, v = qkv.unbind(dim=-3)
+    return flash_attention(q, k, v, *args, **kwargs)
 
 
 def _packed_keys(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return flash_attention(q, *kv.unbind(dim=-3), *args, **kwargs)
+    k, v = kv.unbind(dim=-3)
+    return flash_attention(q, k, v, *args, **kwargs)
 
 
 def _not_packed(*_: Any, **__: Any) -> None:
@@ -245,10 +247,10 @@ def _layer_norm(
         raise CaptureError(
             "flash_attn's layer_norm_fn with a residual or dropout is one kernel that PyTorch has not"
         )
-    norm = torch.nn.functional.rms_norm if is_rms_norm else torch.nn.functional.layer_norm
-    parts = (weight,) if is_rms_norm else (weight, bias)
-    out: Tensor = norm(x, (x.shape[-1],), *parts, eps=eps)
-    return out
+    shape, functional = (x.shape[-1],), torch.nn.functional
+    if is_rms_norm:
+        return functional.rms_norm(x, shape, weight, eps)
+    return functional.layer_norm(x, shape, weight, bias, eps)
 
 
 def _flash_attn(note: NoteTaker) -> list[ModuleType]:

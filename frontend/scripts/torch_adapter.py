@@ -181,9 +181,8 @@ class TorchAdapter(Adapter):
             for name in _OF_MESHES:
                 if hasattr(device_mesh.DeviceMesh, name):
                     static = isinstance(getattr_static(device_mesh.DeviceMesh, name), staticmethod)
-                    kind = staticmethod if static else lambda function: function
-                    enter(patched(device_mesh.DeviceMesh, name, lambda f, kind=kind: kind(_with_values(f))))
-            ranks = property(_with_values(device_mesh.DeviceMesh.mesh.fget))
+                    enter(patched(device_mesh.DeviceMesh, name, _static if static else _with_values))
+            ranks = property(_with_values(getattr_static(device_mesh.DeviceMesh, "mesh").fget))
             enter(replaced(device_mesh.DeviceMesh, "mesh", ranks))
             for owner in (device_mesh, torch.distributed):
                 if hasattr(owner, "init_device_mesh"):
@@ -251,6 +250,10 @@ def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return run
+
+
+def _static(function: Callable[..., Any]) -> Any:
+    return staticmethod(_with_values(function))
 
 
 def _cpu_mesh(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
