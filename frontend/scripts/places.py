@@ -143,7 +143,9 @@ def answered(index: int) -> Iterator[None]:
     def parameter(kind: Any, *args: Any, **kwargs: Any) -> Any:
         # Libraries make a parameter by the class of another one, which is that of fake tensors here.
         if kwargs.keys() <= {"requires_grad"} and len(args) == 1 and isinstance(args[0], Tensor):
-            return nn.Parameter(args[0], **kwargs)
+            made = nn.Parameter(args[0], **kwargs)
+            mark(made, on_gpu(args[0]))
+            return made
         return new(kind, *args, **kwargs)
 
     with (

@@ -184,7 +184,13 @@ def flash_attention(
         )
     query, key, value = (part.transpose(1, 2) for part in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout_p, is_causal=causal, scale=softmax_scale, enable_gqa=q.shape[2] != k.shape[2]
+        query,
+        key,
+        value,
+        dropout_p=dropout_p,
+        is_causal=causal,
+        scale=softmax_scale,
+        enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
 
