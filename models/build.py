@@ -78,7 +78,8 @@ def build(
 
     module = _module(entry, length, attention)
     module.train()
-    return Built(module, training_inputs(entry, module, batch, length), _loss)
+    loss = _mean_square if entry.kind == "features" else _loss
+    return Built(module, training_inputs(entry, module, batch, length), loss)
 
 
 def parameter_count(entry: ModelEntry) -> int:
@@ -112,3 +113,8 @@ def _module(entry: ModelEntry, seq_len: int, attention: str | None) -> torch.nn.
 def _loss(output: Any) -> torch.Tensor:
     loss: torch.Tensor = output.loss
     return loss
+
+
+def _mean_square(output: Any) -> torch.Tensor:
+    features: torch.Tensor = output.last_hidden_state
+    return features.float().square().mean()

@@ -20,7 +20,18 @@ from typing import Any, Literal, NamedTuple
 from echograph.errors import DataError, InputError, MissingExtraError, UnknownNameError, UsageError
 from echograph.ir.files import read_whole
 
-ModelKind = Literal["causal-lm", "masked-lm", "seq2seq", "image-classification"]
+ModelKind = Literal[
+    "causal-lm",
+    "masked-lm",
+    "seq2seq",
+    "image-classification",
+    "image-text",
+    "image-text-pairs",
+    "speech-recognition",
+    "masked-image",
+    "features",
+]
+"""What a model is trained on. Features have no loss of their own: the mean square of the output stands for one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +166,13 @@ def _index() -> dict[str, ModelEntry]:
 
 
 MAX_CONFIG_BYTES = 4 * 2**20
-DEFAULT_TOKENS = {"causal-lm": 4096, "masked-lm": 512, "seq2seq": 512}
+DEFAULT_TOKENS = {
+    "causal-lm": 4096,
+    "image-text": 4096,
+    "masked-lm": 512,
+    "seq2seq": 512,
+    "speech-recognition": 448,
+}
 DEFAULT_IMAGE_SIDE = 224
 _NOT_OF_THE_MODEL = {
     *("architectures", "model_type", "auto_map", "quantization_config", "transformers_version"),
@@ -233,15 +250,17 @@ def _training_class(where: str, model_type: str, architectures: object) -> tuple
     if model_type not in CONFIG_MAPPING:
         raise InputError(f"{where}: model type '{model_type[:80]}' is not one of the installed transformers'")
     heads, headless = _heads(model_type)
-    if not heads:
-        raise InputError(f"{where}: model type '{model_type}' has no training head known here")
     wanted = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    if wanted in ("", *headless):
-        return next(iter(heads.items()))
     # Case is ignored, for MPT's own code spells its class otherwise than transformers does.
     for name, kind in heads.items():
         if name.lower() == wanted.lower():
             return name, kind
+    if heads and wanted in ("", *headless):
+        return next(iter(heads.items()))
+    if wanted in headless and _takes_images_or_sound(wanted):
+        return wanted, "features"
+    if not heads:
+        raise InputError(f"{where}: model type '{model_type}' has no training head known here")
     raise InputError(
         f"{where}: no training inputs known for '{wanted[:80]}': name one of {', '.join(heads)} instead"
     )
@@ -256,6 +275,10 @@ def _heads(model_type: str) -> tuple[dict[str, ModelKind], tuple[str, ...]]:
         return (found,) if isinstance(found, str) else tuple(found)
 
     tables: tuple[tuple[ModelKind, Mapping[str, Any]], ...] = (
+        ("image-text", auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+        ("image-text-pairs", auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+        ("speech-recognition", auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
+        ("speech-recognition", auto.MODEL_FOR_CTC_MAPPING_NAMES),
         ("seq2seq", auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
         ("masked-lm", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
         ("causal-lm", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
@@ -265,18 +288,36 @@ def _heads(model_type: str) -> tuple[dict[str, ModelKind], tuple[str, ...]]:
     for kind, table in tables:
         for name in names(table):
             heads.setdefault(name, kind)  # BART's one class stands in two tables
+    for name in names(auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES):
+        if name not in heads and name.endswith("MAEForPreTraining"):
+            heads[name] = "masked-image"
     if model_type == "bert":
         heads["BertForPreTraining"] = "masked-lm"  # in none of these tables
     return heads, names(auto.MODEL_MAPPING_NAMES)
 
 
+def _takes_images_or_sound(architecture: str) -> bool:
+    import transformers
+
+    return getattr(transformers, architecture).main_input_name in (
+        "pixel_values",
+        "input_values",
+        "input_features",
+    )
+
+
 def _default_seq_len(config: Mapping[str, Any], kind: ModelKind) -> int:
-    if kind == "image-classification":
-        side = config.get("image_size", DEFAULT_IMAGE_SIDE)
+    if (tokens := DEFAULT_TOKENS.get(kind)) is None:
+        side = {**config, **_part(config, "vision_config")}.get("image_size", DEFAULT_IMAGE_SIDE)
         return side if isinstance(side, int) else DEFAULT_IMAGE_SIDE
-    keys = ("max_position_embeddings", "n_positions", "max_seq_len")
-    positions = next((config[key] for key in keys if isinstance(config.get(key), int)), DEFAULT_TOKENS[kind])
-    return min(positions, DEFAULT_TOKENS[kind])
+    text = {**config, **_part(config, "text_config")}
+    keys = ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len")
+    return min([tokens, *(int(text[key]) for key in keys if isinstance(text.get(key), int))])
+
+
+def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = config.get(name)
+    return part if isinstance(part, Mapping) else {}
 
 
 _GATED = {

@@ -9,6 +9,7 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
+from echograph.models import multimodal
 from echograph.models.catalog import ModelEntry
 
 NOISE_DENSITY = 0.15
@@ -50,8 +51,27 @@ def training_inputs(
                 "pixel_values": torch.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape),
                 "labels": torch.arange(batch_size).remainder(labels),
             }
+        case "image-text":
+            return multimodal.image_text(module, batch_size, seq_len)
+        case "image-text-pairs":
+            return multimodal.image_text_pairs(module, batch_size, seq_len)
+        case "speech-recognition":
+            text = multimodal.text_ids(config, batch_size, seq_len)
+            return {**multimodal.sound(module, batch_size), "labels": text}
+        case "masked-image" | "features":
+            return _unlabelled(config, module, batch_size, seq_len)
         case _:
             assert_never(entry.kind)
+
+
+def _unlabelled(config: Any, module: Any, batch_size: int, length: int) -> dict[str, torch.Tensor]:
+    """What a model takes whose loss needs no labels: an image, sound or tokens."""
+    if module.main_input_name == "pixel_values":
+        channels = int(getattr(config, "num_channels", 3))
+        return {"pixel_values": multimodal.pixels(batch_size, channels, length, length)}
+    if module.main_input_name in ("input_values", "input_features"):
+        return multimodal.sound(module, batch_size)
+    return {"input_ids": multimodal.text_ids(config, batch_size, length)}
 
 
 def span_corruption_targets(seq_len: int) -> int:

@@ -18,17 +18,11 @@ S (3 Q N G + 2 Q P H + 5 N P H).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
-
-_FUNCTIONS = ("mamba2_chunk_scan", "causal_conv1d_fn", "mamba2_split_conv1d_scan_combined")
-"""What modeling files of transformers call the two kernels, and one of both, whose None says there is none."""
 
 _LIBRARY: Any = torch.library.Library("mamba2", "DEF")  # type: ignore[no-untyped-call]
 _OF_SCAN = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, int chunk"
@@ -37,16 +31,19 @@ _LIBRARY.define(f"ssd_scan({_OF_SCAN}) -> Tensor")
 _LIBRARY.define(f"ssd_scan_backward(Tensor gradient, {_OF_SCAN}) -> ({', '.join(['Tensor'] * 7)})")
 _LIBRARY.define(f"causal_conv1d({_OF_CONVOLUTION}) -> Tensor")
 _LIBRARY.define(f"causal_conv1d_backward(Tensor gradient, {_OF_CONVOLUTION}) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define("causal_conv1d.unbiased(Tensor x, Tensor weight) -> Tensor")
+_LIBRARY.define("causal_conv1d_backward.unbiased(Tensor gradient, Tensor x, Tensor weight) -> (Tensor, Tensor)")
 
 
 def _like(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors)
 
 
-for _name in ("ssd_scan", "causal_conv1d"):
+for _name in ("ssd_scan", "causal_conv1d", "causal_conv1d.unbiased"):
     _LIBRARY.impl(_name, lambda x, *_: _like(x)[0], "Meta")
 _LIBRARY.impl("ssd_scan_backward", lambda _, *inputs: _like(*inputs[:-1]), "Meta")
-_LIBRARY.impl("causal_conv1d_backward", lambda _, *inputs: _like(*inputs), "Meta")
+for _name in ("causal_conv1d_backward", "causal_conv1d_backward.unbiased"):
+    _LIBRARY.impl(_name, lambda _, *inputs: _like(*inputs), "Meta")
 
 
 class _Scan(torch.autograd.Function):
@@ -94,39 +91,23 @@ def ssd_scan(
     return result
 
 
-def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor, activation: str | None = None, **_: Any) -> Tensor:
-    """The causal convolution of a Mamba-2 layer, its activation included.
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
+    """The causal convolution of a recurrent layer, its activation included.
 
     Args:
         x: [batch, channels, sequence].
         weight: [channels, kernel].
-        bias: [channels].
+        bias: [channels], or None.
         activation: its name; it costs nothing beside the traffic.
 
     Returns:
         What x is like.
     """
-    result: Tensor = _Convolution.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    result: Tensor = _Convolution.apply(*operands)  # type: ignore[no-untyped-call]
     return result
-
-
-@contextmanager
-def single_kernels(modeling: ModuleType) -> Iterator[None]:
-    """Within the context, a modeling file of transformers runs both kernels as single operations."""
-    ours = dict(zip(_FUNCTIONS, (ssd_scan, causal_conv1d, lambda *_, **__: None), strict=True))
-    before = {name: getattr(modeling, name) for name in _FUNCTIONS}
-    try:
-        for name, function in ours.items():
-            setattr(modeling, name, function)
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(modeling, name, function)
-
-
-def is_mamba2(modeling: ModuleType) -> bool:
-    """Whether a modeling file has the kernels of Mamba-2."""
-    return all(hasattr(modeling, name) for name in _FUNCTIONS)
 
 
 def _sizes(x: Any, B: Any, chunk: int) -> tuple[int, int, int, int, int, int]:

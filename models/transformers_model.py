@@ -12,7 +12,6 @@ sink in the softmax, which reads a number a head, and windows, which are counted
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,8 +23,8 @@ from torch import nn
 from transformers import AttentionInterface, initialization, masking_utils
 
 from echograph.errors import EchoError, InputError, UsageError
-from echograph.models.catalog import ModelEntry
-from echograph.models.mamba2 import is_mamba2, single_kernels
+from echograph.models.catalog import DEFAULT_TOKENS, ModelEntry
+from echograph.models.recurrences import run_single_kernels
 
 _LOSS_TYPES = {
     "causal-lm": "ForCausalLM",
@@ -37,6 +36,9 @@ _POSITION_TABLES = {"wpe", "position_embeddings", "embed_positions"}
 
 _PATTERN = "hybrid_override_pattern"
 """What Nemotron-H calls the kinds of its layers, a letter each."""
+
+_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""Shares of layers that a step leaves out by chance: a captured step runs all of them."""
 
 MAX_LAYERS = 2048
 """The most layers of one kind that are built: each is Python objects, and published models have some hundred."""
@@ -83,7 +85,7 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
     _check_positions(entry, module, seq_len)
     _take_batches_as_whole_sequences(module)
     if not real:
-        _run_single_kernels(module)
+        run_single_kernels(module)
     return module
 
 
@@ -104,7 +106,11 @@ def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | 
     if _PATTERN in values:  # which the library reads instead of the depth
         values[_PATTERN] = values[_PATTERN][: values.get("num_hidden_layers")]
     config = model_class.config_class(**values)
-    config.use_cache = False  # an output that training has no use for
+    for part in (config, config.get_text_config()):
+        part.use_cache = False  # an output that training has no use for
+        for name in _LAYER_DROPS:
+            if hasattr(part, name):
+                setattr(part, name, 0.0)
     config._attn_implementation = attention
     window = getattr(config, "sliding_window", None)
     if window is not None and seq_len <= window and getattr(config, "layer_types", None) is None:
@@ -112,8 +118,9 @@ def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | 
         config.sliding_window = None
     if getattr(config, "max_seq_len", seq_len) < seq_len:
         config.max_seq_len = seq_len  # MPT: its linear position biases extend to any length
-    if hasattr(config, "image_size"):
-        config.image_size = seq_len
+    vision = getattr(config, "vision_config", config)
+    if entry.kind not in DEFAULT_TOKENS and hasattr(vision, "image_size"):
+        vision.image_size = seq_len
     return config
 
 
@@ -137,6 +144,8 @@ def _check_positions(entry: ModelEntry, module: nn.Module, seq_len: int) -> None
         last = name.rpartition(".")[2]
         if not isinstance(child, nn.Embedding) or last not in _POSITION_TABLES:
             continue
+        if entry.kind == "speech-recognition" and "encoder." in name:
+            continue  # positions of the sound, which is as long as they are
         first = 0 if child.padding_idx is None else child.padding_idx + 1
         limit = child.num_embeddings - int(getattr(child, "offset", first))
         if seq_len > limit:
@@ -159,24 +168,6 @@ def _take_batches_as_whole_sequences(module: nn.Module) -> None:
 
     def leave(*_: Any) -> None:
         masking_utils.find_packed_sequence_indices = originals.pop()
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
-
-
-def _run_single_kernels(module: nn.Module) -> None:
-    """Makes Mamba-2 layers run their scan and their convolution as one operation each."""
-    modeling = sys.modules[type(module).__module__]
-    if not is_mamba2(modeling):
-        return
-    entered: list[Any] = []
-
-    def enter(*_: Any) -> None:
-        entered.append(single_kernels(modeling))
-        entered[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        entered.pop().__exit__(None, None, None)
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)

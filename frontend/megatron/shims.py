@@ -33,8 +33,8 @@ from torch.utils.data import Dataset
 from echograph.errors import CaptureError
 from echograph.frontend.megatron.patches import Patch, in_place
 from echograph.frontend.megatron.stub_modules import standing_in
+from echograph.frontend.pytorch.known_values import real
 from echograph.frontend.scripts.adapter import patched
-from echograph.frontend.scripts.values import real
 
 _COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 _GENERATOR = "random numbers are drawn from the GPU's generator; which they are does not change what runs"

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 from echograph.errors import CaptureError, EchoError
 from echograph.frontend.pytorch.annotate import check_annotations
 from echograph.frontend.pytorch.device_ops import cpu_operators, cuda_operators
+from echograph.frontend.pytorch.known_values import knowing_values
 from echograph.frontend.pytorch.recorder import OperatorRecorder
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.frontend.pytorch.step import Inputs, LossFunction, TrainingStep
@@ -49,7 +50,17 @@ _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 
 @contextmanager
 def capture_mode() -> Iterator[FakeTensorMode]:
-    """Builds modules and inputs without memory: tensors made in the context have a shape and no data."""
+    """Builds modules and inputs without memory: tensors made in the context have a shape and no data.
+
+    Small ones that are made of settings alone have values, which are followed.
+    """
+    with fake_mode() as mode, knowing_values():
+        yield mode
+
+
+@contextmanager
+def fake_mode() -> Iterator[FakeTensorMode]:
+    """In the context, tensors have a shape and no data."""
     # A fallback kernel would run an operator without a shape rule on real memory, terabytes perhaps.
     mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     with mode, torch.device("cpu"), _converting_modules():
@@ -79,7 +90,7 @@ def capture(
     mode = _mode_of(module)
     recorder = OperatorRecorder(mode)
     operators = cuda_operators() if spec.kernels == "cuda" else cpu_operators()
-    with _one_line_errors(module, recorder), quiet_fakes(), operators, plain_attention_masks():
+    with _one_line_errors(module, recorder), quiet_fakes(), operators, plain_attention_masks(), knowing_values():
         with mode:
             fake_inputs = tree_map_only(torch.Tensor, lambda t: _fake(t, mode), inputs)
             step = TrainingStep(module, fake_inputs, loss, spec)

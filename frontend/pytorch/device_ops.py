@@ -9,8 +9,8 @@ differently:
     aten.rms_norm                       CUDA: one _fused_rms_norm; CPU: pow, mean, add, rsqrt, mul
     aten.softmax, aten.log_softmax      of fp16 to fp32, CUDA: one kernel; CPU: a copy, then the kernel
 
-Besides, `aten._fused_sgd_` gets the shape rule that PyTorch does not give it: it writes in place and returns
-nothing.
+Besides, operators get the shape rules that PyTorch does not give them: `aten._fused_sgd_` writes in place and
+returns nothing; `aten._ctc_loss` keeps log-probabilities as long as its longest target, a number that it is given.
 
 `cuda_operators` registers, for as long as the context lasts, kernels at the dispatcher's AutogradCPU key
 that take CUDA's choice. The dispatcher is the place where the devices part, so C++ callers
@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_impls import op_implementations_dict
 
 _ATEN = torch.ops.aten
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
@@ -56,9 +57,26 @@ def cpu_operators() -> Iterator[Any]:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         library.impl("_fused_sgd_", lambda *_, **__: None, "Meta")
+        library.impl("_ctc_loss_backward", lambda _, log_probs, *__: torch.empty_like(log_probs), "Meta")
+        op_implementations_dict[_ATEN._ctc_loss.default] = _ctc_loss
         yield library
     finally:
+        op_implementations_dict.pop(_ATEN._ctc_loss.default, None)
         library._destroy()
+
+
+def _ctc_loss(
+    mode: Any,
+    func: Any,
+    log_probs: Tensor,
+    targets: Tensor,
+    lengths: list[int],
+    target_lengths: list[int],
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each sample, and log-probabilities [samples, steps, blanks between labels and these]."""
+    steps, samples, _labels = log_probs.shape
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, steps, 2 * max(target_lengths) + 1)
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, checkpoint
 
 from echograph.errors import CaptureError
+from echograph.frontend.pytorch import known_values
 from echograph.frontend.scripts import places, streams, values
 from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.places import is_gpu, mark, mark_module, moved, on_gpu
@@ -281,7 +282,7 @@ class OnTheDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = values.read(func, args, kwargs)
+        known = known_values.read(func, args, kwargs)
         if known is not None:
             return known[0]
         question = QUESTIONS.get(func)
@@ -318,11 +319,12 @@ class OnTheDevice(TorchFunctionMode):
         try:
             out = self._run(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            known = values.computed(func, args, kwargs)
-            if known is None:
-                raise
-            return _marked(known) if any(isinstance(a, Tensor) and on_gpu(a) for a in args) else known
-        values.follow(func, args, kwargs, out, self._note)
+            made = known_values.computed(func, args, kwargs)
+            return _marked(made) if any(isinstance(a, Tensor) and on_gpu(a) for a in args) else made
+        if known_values.spread(func, args, out):
+            self._note("how many tokens each expert takes is not known: they are taken to be spread evenly")
+        else:
+            known_values.follow(func, args, kwargs, out)
         keep_finite(func, args, out)
         return out
 
@@ -331,7 +333,7 @@ class OnTheDevice(TorchFunctionMode):
         made = self._on_gpu(func, args, kwargs) if gpu else self._run(func, args, kwargs)
         out = moved(args[0], made, gpu)
         if out is not args[0]:
-            values.keep(args[0], out)
+            known_values.keep(args[0], out)
             keep_finite(func, args, out)
         return out
 
@@ -361,7 +363,7 @@ class CountingDevice(OnTheDevice):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._counter.enter()
         try:
-            if func in QUESTIONS and isinstance(args[0], FakeTensor) and not values.is_known(args[0]):
+            if func in QUESTIONS and isinstance(args[0], FakeTensor) and not known_values.is_known(args[0]):
                 self._counter.reads(args[0])
             return super().__torch_function__(func, types, args, kwargs)
         finally:
@@ -407,7 +409,7 @@ def _in_memory(device: Any) -> torch.device:
 def _fetched(tensor: Tensor, *_: Any) -> Tensor:
     out: Tensor = moved(tensor, tensor, False)
     if out is not tensor:
-        values.keep(tensor, out)
+        known_values.keep(tensor, out)
         keep_finite(Tensor.cpu, (tensor,), out)
     return out
 

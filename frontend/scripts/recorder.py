@@ -57,6 +57,7 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIMIZER, PHASE
 from echograph.frontend.pytorch.call_nodes import is_allocation, is_in_place
+from echograph.frontend.pytorch.known_values import exchanged
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
 from echograph.frontend.pytorch.recorder import HANDLES, OperatorRecorder
 from echograph.frontend.pytorch.shapes import Results, Shapes
@@ -64,7 +65,7 @@ from echograph.frontend.scripts import places
 from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communication_of
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
-from echograph.frontend.scripts.values import answer, exchanged, line_of_script
+from echograph.frontend.scripts.values import answer, line_of_script
 from echograph.frontend.scripts.world import NO_GPU
 from echograph.ir.graph import BETWEEN_STEPS
 from echograph.ir.passes.fuse import KernelRegion

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from echograph.errors import CaptureError, EchoError, InputError
-from echograph.frontend.pytorch.capture import capture_mode, plain_attention_masks, quiet_fakes
+from echograph.frontend.pytorch.capture import fake_mode, plain_attention_masks, quiet_fakes
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.pytorch.userfile import reason
@@ -110,7 +110,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter = stack.enter_context
         enter(_as_main(script, adapter.launched(script.path, script.arguments, world)))
         enter(world.entered())
-        mode = enter(capture_mode())
+        mode = enter(fake_mode())
         recorder = (CountingRecorder if script.host is not None else ScriptRecorder)(
             mode, step=script.step, whole=script.whole, counts_optimizer_steps=adapter.counts_optimizer_steps,
             results=results,

@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
-from echograph.frontend.scripts import device, values
+from echograph.frontend.pytorch.known_values import given, real
+from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.checks import one_rank
 from echograph.frontend.scripts.host_work import compiled
@@ -218,8 +219,8 @@ class TorchAdapter(Adapter):
     def _mesh(self, world: World, original: Callable[..., Any]) -> Callable[..., Any]:
         def init(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
             with unset_fake_temporarily():
-                args = tuple(map(values.real, args))
-                kwargs = {name: values.real(given) for name, given in kwargs.items()}
+                args = tuple(map(real, args))
+                kwargs = {name: real(given) for name, given in kwargs.items()}
                 original(mesh, device.kind(world, device_type), *args, **kwargs)
             names = tuple(mesh.mesh_dim_names or ())
             self._meshes.append((names, tuple(mesh.mesh.shape)))
@@ -328,7 +329,7 @@ def _loading(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable
         tensors = [part for part in tree_leaves(batch) if isinstance(part, Tensor) and part.dim()]
         if tensors:
             recorder.loaded = frozenset(int(tensor.shape[0]) for tensor in tensors), line_of_script()
-        return tree_map(partial(values.given, recorder.fake), batch)
+        return tree_map(partial(given, recorder.fake), batch)
 
     return run
 

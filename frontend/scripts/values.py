@@ -6,11 +6,7 @@ captured going one of them, so it is refused unless the user said which (`decidi
 finite: who asks whether one is not a number is told that it is one. What libraries ask of values is answered
 in the same way, and not refused.
 
-Values of small tensors on the host: random indices of a data set, schedules, masks, what a file holds. A script
-computes with such before it gives a batch to the GPU: `data[i : i + length] for i in torch.randint(...)` would
-give empty batches, if each number that is read were 1. So what PyTorch makes on the host of settings alone is
-computed as well, and so is what is made of that, as long as it is small; the values are kept beside the fake
-tensor. What a communication writes, or what unknown values come into, loses them.
+What the host knows of small tensors (`frontend.pytorch.known_values`) is answered as it is.
 """
 
 from __future__ import annotations
@@ -18,9 +14,8 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,9 +25,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from echograph.errors import CaptureError
+from echograph.frontend.pytorch.known_values import forget, know
 from echograph.frontend.scripts.adapter import patched
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -219,145 +214,6 @@ def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
         setattr(out, _FINITE, known)
 
 
-MOST_INTEGERS = 1 << 20
-MOST_NUMBERS = 1 << 12
-_VALUES = "_echograph_values"
-_EVEN = "_echograph_even"
-_UNKNOWN = object()
-_COUNTING = (torch.histc, Tensor.histc, torch.bincount, Tensor.bincount)
-_EXCHANGES = ("_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor")
-_WRITING = ("__set__", "__setitem__")
-_ASKING = ("__index__", "__int__", "__invert__", "__iter__")
-# Makes tensors of settings alone; torch.empty has no values to know.
-_MADE = (
-    torch.tensor, torch.as_tensor, torch.arange, torch.linspace, torch.zeros, torch.ones,
-    torch.full, torch.eye, torch.rand, torch.randint, torch.randperm, torch.tril_indices, torch.triu_indices,
-)  # fmt: skip
-_READS = (
-    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
-    Tensor.__format__, Tensor.__repr__, Tensor.__contains__, Tensor.__array__, Tensor.equal, torch.equal,
-    torch.allclose, torch.is_nonzero,
-)  # fmt: skip
-
-
-def real(given: Any) -> Any:
-    """A tensor's values where they are known; else what is given."""
-    known = _with_values(given) if isinstance(given, FakeTensor) else _UNKNOWN
-    return given if known is _UNKNOWN else known
-
-
-def is_known(tensor: Tensor) -> bool:
-    """Whether the host has the values of a fake tensor."""
-    return getattr(tensor, "constant", None) is not None or _with_values(tensor) is not _UNKNOWN
-
-
-def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
-    """What a question about values answers, in a tuple; None where the values are not known."""
-    if func not in _READS:
-        return None
-    given = _with_values((args, kwargs))
-    if given is _UNKNOWN:
-        return None
-    with _disable_current_modes():
-        return (func(*given[0], **given[1]),)
-
-
-def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, note: NoteTaker) -> None:
-    """Gives what a function of PyTorch made the values that it has, if those of its arguments are known."""
-    first = args[0] if args else None
-    if func in _COUNTING and isinstance(first, FakeTensor) and not is_known(first):
-        note("how many tokens each expert takes is not known: they are taken to be spread evenly")
-        _count_evenly(first, out)
-        return
-    if func not in _MADE and not _may_be_known(first):
-        return
-    in_place = _is_in_place(func, kwargs)
-    made = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
-    if not any(isinstance(tensor, FakeTensor) for tensor in (made if made or not in_place else (first,))):
-        return  # a real tensor was written already
-    given: Any = _with_values((args, kwargs)) if all(_is_small(tensor) for tensor in made) else _UNKNOWN
-    if given is _UNKNOWN:
-        if in_place:
-            forget(kwargs.get("out", first))
-        return
-    try:
-        with _disable_current_modes():
-            values = func(*given[0], **given[1])
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return
-    for tensor, value in zip(made, [values] if isinstance(values, Tensor) else values or (), strict=False):
-        if isinstance(tensor, FakeTensor) and isinstance(value, Tensor) and tensor.shape == value.shape:
-            setattr(tensor, _VALUES, value)
-            if any(hasattr(argument, _EVEN) for argument in args):
-                setattr(tensor, _EVEN, True)
-
-
-def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function makes whose shape depends on values, such as `nonzero`; None where these are not known."""
-    known: Any = _with_values((args, kwargs))
-    if known is _UNKNOWN:
-        return None
-    with _disable_current_modes():
-        made = func(*known[0], **known[1])
-    return tree_map(partial(given, lambda part: torch.empty(part.shape, dtype=part.dtype)), made)
-
-
-def _count_evenly(counted: FakeTensor, out: Any) -> None:
-    """How often each of some numbers is there, of which nobody has the values: as often as any other.
-
-    What counts so in a training step are the tokens that each expert takes, whose places decide shapes.
-    """
-    if isinstance(out, FakeTensor) and out.dim() == 1 and not counted.is_floating_point() and _is_small(out):
-        each, more = divmod(counted.numel(), max(1, out.numel()))
-        with _disable_current_modes():
-            setattr(out, _VALUES, torch.full(out.shape, each, dtype=out.dtype))
-            getattr(out, _VALUES)[:more] += 1
-        setattr(out, _EVEN, True)
-
-
-def exchanged(func: Any, args: tuple[Any, ...], out: Any) -> None:
-    """Gives what ranks exchange of even counts, or wait for, the values that it has: ranks have the same."""
-    name = func._schema.name
-    if name not in _EXCHANGES or not isinstance(out, FakeTensor) or not hasattr(args[0], _EVEN):
-        return
-    mine = getattr(args[0], _VALUES)
-    with _disable_current_modes():
-        if name == _EXCHANGES[0] and out.shape == args[0].shape:
-            group = distributed_c10d._resolve_process_group(args[3])  # type: ignore[attr-defined]
-            mine = mine.view(group.size(), -1)[group.rank()].repeat(group.size())
-        if out.shape == mine.shape:
-            setattr(out, _VALUES, mine.clone())
-            setattr(out, _EVEN, True)
-
-
-def forget(tensor: Any) -> None:
-    """What lies in the memory of a tensor, or of several, is no longer known, for views neither."""
-    for one in tensor if isinstance(tensor, list | tuple) else (tensor,):
-        values = getattr(one, _VALUES, None)
-        if values is not None:
-            delattr(one, _VALUES)
-            with suppress(RuntimeError):  # memory of NumPy's stays as it is
-                values.untyped_storage().resize_(0)
-
-
-def keep(tensor: Tensor, out: Tensor) -> None:
-    """What a tensor becomes that is brought elsewhere has its values."""
-    known = _with_values(tensor)
-    if known is not _UNKNOWN and isinstance(out, FakeTensor) and out.shape == tensor.shape:
-        with _disable_current_modes():
-            setattr(out, _VALUES, known.to(out.dtype, copy=True))
-
-
-def given(fake: Callable[[Tensor], Tensor], part: Any) -> Any:
-    """Of what a loader gives: a fake tensor for a tensor of the host, with its values if it is small."""
-    if type(part) is not Tensor:
-        return part
-    made = fake(part)
-    if _is_small(part):
-        setattr(made, _VALUES, part)
-    return made
-
-
 def installed() -> Iterator[AbstractContextManager[None]]:
     """In the contexts, arrays of NumPy give their values, and what a communication is given is forgotten."""
     yield patched(torch, "from_numpy", _from_array)
@@ -368,9 +224,9 @@ def installed() -> Iterator[AbstractContextManager[None]]:
 def _from_array(original: Callable[..., Any]) -> Callable[..., Any]:
     def make(array: Any) -> Tensor:
         made: Tensor = original(array)
-        if isinstance(made, FakeTensor) and _is_small(made):
+        if isinstance(made, FakeTensor):
             with _disable_current_modes():
-                setattr(made, _VALUES, original(array))
+                know(made, original(array))
         return made
 
     return make
@@ -382,41 +238,3 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(given, *args, **kwargs)
 
     return check
-
-
-def _is_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    dunder = name.endswith("__")
-    return "out" in kwargs or (
-        name in _WRITING or (name.startswith("__i") and name not in _ASKING) if dunder else name.endswith("_")
-    )
-
-
-def _may_be_known(value: Any) -> bool:
-    """Of a first argument, cheaply: most are tensors of the GPU."""
-    if isinstance(value, tuple | list):
-        return bool(value) and _may_be_known(value[0])
-    return hasattr(value, _VALUES) or (type(value) is Tensor and not value.requires_grad)
-
-
-def _is_small(tensor: Any) -> bool:
-    if not isinstance(tensor, Tensor):
-        return True
-    return tensor.numel() <= (MOST_NUMBERS if tensor.is_floating_point() else MOST_INTEGERS)
-
-
-def _with_values(given: Any) -> Any:
-    """Arguments with the values of their tensors in place of these; `_UNKNOWN` where one has none."""
-    if isinstance(given, Tensor):
-        if isinstance(given, FakeTensor):
-            values = getattr(given, _VALUES, None)
-            known = values is not None and (values.numel() == 0 or values.untyped_storage().nbytes() > 0)
-            return values if known else _UNKNOWN
-        return given if type(given) is Tensor and not given.requires_grad and _is_small(given) else _UNKNOWN
-    if isinstance(given, dict):
-        made = {key: _with_values(value) for key, value in given.items()}
-        return _UNKNOWN if any(value is _UNKNOWN for value in made.values()) else made
-    if type(given) in (tuple, list):
-        parts = [_with_values(value) for value in given]
-        return _UNKNOWN if any(part is _UNKNOWN for part in parts) else type(given)(parts)
-    return given

@@ -56,7 +56,7 @@ MXFP8, MXFP8_SLOWER, MXFP8_SPREAD = 32, 1.05, 0.1
 """Products with a scale for each 32 elements, of which there is no table, over those with a scale a tensor: 7.161
 to 6.812 ms a layer on B300 (NVIDIA/TransformerEngine, docs/examples/gemm_profiling, quantized before); how far
 other shapes and devices are from that is assumed."""
-_SCAN, SCAN_SHARE = "mamba2.ssd_scan", 0.1
+_SCANS, SCAN_SHARE = ("mamba2.ssd_scan", "recurrent.gated_delta_rule"), 0.1
 """Scans of Mamba-2, of which there is no table: the share of the bf16 peak that they run at, where memory does not
 bind them. Assumed: a scan of 2,048 tokens takes what FlashAttention-2 takes on an A100 (Dao and Gu 2024,
 arXiv:2405.21060, figure 10), which has five times the FLOPs, at half the peak. Devices with a table of a gated
@@ -208,7 +208,7 @@ def cost_of(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> Cost
     Raises:
         GraphError: the operation's attributes and operands contradict each other.
     """
-    if op.name.startswith(_SCAN):
+    if op.name.startswith(_SCANS):
         return _scan(op, operands, device)
     if isinstance(op, Copy):
         return memory_bound(device, "copy", bytes_read=op.nbytes, bytes_written=op.nbytes)

@@ -188,11 +188,12 @@ class _Placer:
     def _common(self) -> set[int]:
         """Forward operations of the main block that depend on no parameter and no layer."""
         graph, common = self.graph, set[int]()
-        fixed = (t.TensorRole.INPUT, t.TensorRole.BUFFER)
+        # An activation that nothing made is memory, which is written in place.
+        fixed = (t.TensorRole.INPUT, t.TensorRole.BUFFER, t.TensorRole.ACTIVATION)
         for row in self.main:
             if graph.ops.phase[row] != t.Phase.FORWARD or graph.ops.kind[row] != t.OpKind.COMPUTE:
                 continue
-            origins = [int(graph.origin[tensor]) for tensor in graph.ops.inputs.row(row)]
+            origins = [int(graph.origin[tensor]) for tensor in self._touched(row)]
             if all(
                 int(graph.maker[i]) in common
                 or (graph.maker[i] == NONE and not graph.tensors.port[i] and graph.tensors.role[i] in fixed)
@@ -256,10 +257,17 @@ class _Placer:
             if row in common:
                 placement.ops[row] = frozenset(wanted[row] or {home[row]})
             if row in placement.ops:
-                for tensor in graph.ops.inputs.row(row):
+                for tensor in self._touched(row):
                     source = graph.source(0, 0, tensor)
                     if source is not None and source[2] in common and source[0] == 0:
                         wanted[source[2]] |= placement.ops[row]
+                for before in common.intersection(graph.ops.deps.row(row)):  # wrote in place what this reads
+                    wanted[before] |= placement.ops[row]
+
+    def _touched(self, row: int) -> list[int]:
+        """What an operation reads, and what it renames or writes in place."""
+        written = (int(self.graph.tensors.alias_of[tensor]) for tensor in self.graph.ops.outputs.row(row))
+        return [*self.graph.ops.inputs.row(row), *(tensor for tensor in written if tensor != NONE)]
 
     def _hold(self) -> None:
         """Which chunks read which parameter of the main block."""

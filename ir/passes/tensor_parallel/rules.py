@@ -360,7 +360,7 @@ def _attention(site: OpSchema) -> Decision | None:
 
 
 def _scan(site: OpSchema) -> Decision | None:
-    """The scan of Mamba-2, by heads: x is [batch, positions, heads, channels], B and C have groups of heads."""
+    """A scan by heads: x is [batch, positions, heads, channels]; B and C, queries and keys have groups."""
     if not site.sharded or any(shape[2] % site.size for shape in site.inputs if len(shape) > 1):
         return None
 
@@ -462,7 +462,7 @@ _RULES: Sequence[tuple[Callable[[OpSchema], Decision | None], str]] = (
         "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward"
         " _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward",
     ),
-    (_scan, "ssd_scan ssd_scan_backward"),
+    (_scan, "ssd_scan ssd_scan_backward gated_delta_rule gated_delta_rule_backward"),
     (_channels, "causal_conv1d causal_conv1d_backward"),
     (_norm, "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"),
     (_softmax, "_softmax _safe_softmax _softmax_backward_data"),
@@ -476,8 +476,8 @@ _RULES: Sequence[tuple[Callable[[OpSchema], Decision | None], str]] = (
         "add sub rsub mul div neg pow abs exp log log1p sqrt rsqrt reciprocal cos sin tanh sigmoid silu gelu relu"
         " leaky_relu softplus erf where masked_fill maximum minimum clamp clone copy _to_copy expand"
         " native_dropout bernoulli gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward"
-        " native_dropout_backward eq ne lt le gt ge logical_not logical_and logical_or addcmul addcdiv lerp"
-        " ones_like zeros_like full_like fill square",
+        " native_dropout_backward softplus_backward eq ne lt le gt ge logical_not logical_and logical_or addcmul"
+        " addcdiv lerp ones_like zeros_like full_like fill square",
     ),
 )
 RULES = {name: rule for rule, names in _RULES for name in names.split()}

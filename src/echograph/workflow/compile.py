@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from echograph.errors import UnknownNameError, UsageError
 from echograph.ir.graph import StepGraph
+from echograph.notes import tell
 from echograph.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -160,6 +161,8 @@ def _build_entry(entry: ModelEntry, spec: StepSpec, **sizes: Any) -> tuple[Any, 
     try:
         with _one_line_errors(entry.name):
             built = build(entry, **sizes)
+            if entry.kind == "features":
+                tell((f"{entry.architecture} has no loss: the mean square of its output stands for one",))
             if spec.lora_rank is not None:
                 from echograph.models.lora import add_adapters
 

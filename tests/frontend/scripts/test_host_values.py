@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from echograph.errors import CaptureError
-from echograph.frontend.pytorch.capture import capture_mode
+from echograph.frontend.pytorch.capture import fake_mode
+from echograph.frontend.pytorch.known_values import MOST_INTEGERS
 from echograph.frontend.scripts import device, values
-from echograph.frontend.scripts.values import MOST_INTEGERS
 from echograph.frontend.scripts.world import World
 
 
 @pytest.fixture(autouse=True)
 def _captured() -> Iterator[None]:
     world = World(size=2)
-    with world.entered(), capture_mode(), device.present(world):
+    with world.entered(), fake_mode(), device.present(world):
         yield
 
 

@@ -1,0 +1,306 @@
+"""Values of small tensors on the host, kept beside fake tensors: grids of patches, indices, schedules, masks.
+
+A program computes with such before, or beside, what the GPU does: `data[i : i + length] for i in
+torch.randint(...)`, `grid.prod(-1).tolist()`. So what PyTorch makes on the host of settings alone is computed as
+well, and so is what is made of that, as long as it is small. What unknown values come into has none. Where a shape
+depends on values, it is that of the known ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+MOST_INTEGERS = 1 << 20
+MOST_NUMBERS = 1 << 12
+_VALUES = "_echograph_values"
+_UNKNOWN = object()
+_EVEN = "_echograph_even"
+_COUNTING = (torch.histc, Tensor.histc, torch.bincount, Tensor.bincount)
+_EXCHANGES = ("_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor")
+_WRITING = ("__set__", "__setitem__")
+_ASKING = ("__index__", "__int__", "__invert__", "__iter__")
+# Makes tensors of settings alone; torch.empty has no values to know.
+_MADE = (
+    torch.tensor, torch.as_tensor, torch.arange, torch.linspace, torch.zeros, torch.ones,
+    torch.full, torch.eye, torch.rand, torch.randint, torch.randperm, torch.tril_indices, torch.triu_indices,
+)  # fmt: skip
+# The same, as large as another tensor, whose own values do not come into it.
+_MADE_LIKE = (
+    torch.zeros_like, torch.ones_like, torch.full_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
+)  # fmt: skip
+_READS = (
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
+    Tensor.__format__, Tensor.__repr__, Tensor.__contains__, Tensor.__array__, Tensor.equal, torch.equal,
+    torch.allclose, torch.is_nonzero,
+)  # fmt: skip
+
+
+def real(given: Any) -> Any:
+    """A tensor's values where they are known; else what is given."""
+    known = _with_values(given) if isinstance(given, FakeTensor) else _UNKNOWN
+    return given if known is _UNKNOWN else known
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Whether the host has the values of a fake tensor."""
+    return getattr(tensor, "constant", None) is not None or _with_values(tensor) is not _UNKNOWN
+
+
+def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+    """What a question about values answers, in a tuple; None where the values are not known."""
+    if func not in _READS:
+        return None
+    given = _with_values((args, kwargs))
+    if given is _UNKNOWN:
+        return None
+    with _disable_current_modes():
+        return (func(*given[0], **given[1]),)
+
+
+def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """Gives what a function of PyTorch made the values that it has, if those of its arguments are known."""
+    first: Any = args[0] if args else None
+    if func in _MADE_LIKE and isinstance(out, FakeTensor) and _is_small(out):
+        with _disable_current_modes():
+            args = (torch.empty(first.shape if "like" in func.__name__ else 0, dtype=torch.bool), *args[1:])
+        kwargs = {**kwargs, "dtype": out.dtype}
+    elif func not in _MADE and not _may_be_known(first):
+        return
+    in_place = _is_in_place(func, kwargs)
+    made = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
+    if not any(isinstance(tensor, FakeTensor) for tensor in (made if made or not in_place else (first,))):
+        return  # a real tensor was written already
+    given: Any = _with_values((args, kwargs)) if all(_is_small(tensor) for tensor in made) else _UNKNOWN
+    if given is _UNKNOWN:
+        if in_place:
+            forget(kwargs.get("out", first))
+        return
+    try:
+        with _disable_current_modes():
+            values = func(*given[0], **given[1])
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return
+    for tensor, value in zip(made, [values] if isinstance(values, Tensor) else values or (), strict=False):
+        if isinstance(tensor, FakeTensor) and isinstance(value, Tensor) and tensor.shape == value.shape:
+            setattr(tensor, _VALUES, value)
+            if any(hasattr(argument, _EVEN) for argument in args):
+                setattr(tensor, _EVEN, True)
+
+
+def know(tensor: FakeTensor, values: Tensor) -> None:
+    """Gives a tensor the values that it has, if it is small."""
+    if _is_small(tensor):
+        setattr(tensor, _VALUES, values)
+
+
+def keep(tensor: Tensor, out: Tensor) -> None:
+    """What a tensor becomes that is brought elsewhere has its values."""
+    known = _with_values(tensor)
+    if known is not _UNKNOWN and isinstance(out, FakeTensor) and out.shape == tensor.shape:
+        with _disable_current_modes():
+            setattr(out, _VALUES, known.to(out.dtype, copy=True))
+
+
+def given(fake: Callable[[Tensor], Tensor], part: Any) -> Any:
+    """Of what a loader gives: a fake tensor for a tensor of the host, with its values if it is small."""
+    if type(part) is not Tensor:
+        return part
+    made = fake(part)
+    if _is_small(part):
+        setattr(made, _VALUES, part)
+    return made
+
+
+def spread(func: Any, args: tuple[Any, ...], out: Any) -> bool:
+    """Whether a function counts numbers that nobody has, whose counts are then taken to be even."""
+    counts = func in _COUNTING and bool(args) and isinstance(args[0], FakeTensor) and not is_known(args[0])
+    if counts:
+        _count_evenly(args[0], out)
+    return counts
+
+
+def _count_evenly(counted: FakeTensor, out: Any) -> None:
+    """How often each of some numbers is there, of which nobody has the values: as often as any other.
+
+    What counts so in a training step are the tokens that each expert takes, whose places decide shapes.
+    """
+    if isinstance(out, FakeTensor) and out.dim() == 1 and not counted.is_floating_point() and _is_small(out):
+        each, more = divmod(counted.numel(), max(1, out.numel()))
+        with _disable_current_modes():
+            setattr(out, _VALUES, torch.full(out.shape, each, dtype=out.dtype))
+            getattr(out, _VALUES)[:more] += 1
+        setattr(out, _EVEN, True)
+
+
+def exchanged(func: Any, args: tuple[Any, ...], out: Any) -> None:
+    """Gives what ranks exchange of even counts, or wait for, the values that it has: ranks have the same."""
+    name = func._schema.name
+    if name not in _EXCHANGES or not isinstance(out, FakeTensor) or not hasattr(args[0], _EVEN):
+        return
+    from torch.distributed import distributed_c10d
+
+    mine = getattr(args[0], _VALUES)
+    with _disable_current_modes():
+        if name == _EXCHANGES[0] and out.shape == args[0].shape:
+            group = distributed_c10d._resolve_process_group(args[3])  # type: ignore[attr-defined]
+            mine = mine.view(group.size(), -1)[group.rank()].repeat(group.size())
+        if out.shape == mine.shape:
+            setattr(out, _VALUES, mine.clone())
+            setattr(out, _EVEN, True)
+
+
+def forget(tensor: Any) -> None:
+    """What lies in the memory of a tensor, or of several, is no longer known, for views neither."""
+    for one in tensor if isinstance(tensor, list | tuple) else (tensor,):
+        values = getattr(one, _VALUES, None)
+        if values is not None:
+            delattr(one, _VALUES)
+            with suppress(RuntimeError):  # memory of NumPy's stays as it is
+                values.untyped_storage().resize_(0)
+
+
+def _is_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    dunder = name.endswith("__")
+    return "out" in kwargs or (
+        name in _WRITING or (name.startswith("__i") and name not in _ASKING) if dunder else name.endswith("_")
+    )
+
+
+def _may_be_known(value: Any) -> bool:
+    """Of a first argument, cheaply: most are tensors of the GPU."""
+    if isinstance(value, tuple | list):
+        return bool(value) and _may_be_known(value[0])
+    return hasattr(value, _VALUES) or (type(value) is Tensor and not value.requires_grad)
+
+
+def _is_small(tensor: Any) -> bool:
+    if not isinstance(tensor, Tensor):
+        return True
+    return tensor.numel() <= (MOST_NUMBERS if tensor.is_floating_point() else MOST_INTEGERS)
+
+
+def _with_values(given: Any) -> Any:
+    """Arguments with the values of their tensors in place of these; `_UNKNOWN` where one has none."""
+    if isinstance(given, Tensor):
+        if isinstance(given, FakeTensor):
+            values = getattr(given, _VALUES, None)
+            known = values is not None and (values.numel() == 0 or values.untyped_storage().nbytes() > 0)
+            return values if known else _UNKNOWN
+        return given if type(given) is Tensor and not given.requires_grad and _is_small(given) else _UNKNOWN
+    if isinstance(given, dict):
+        made = {key: _with_values(value) for key, value in given.items()}
+        return _UNKNOWN if any(value is _UNKNOWN for value in made.values()) else made
+    if type(given) in (tuple, list):
+        parts = [_with_values(value) for value in given]
+        return _UNKNOWN if any(part is _UNKNOWN for part in parts) else type(given)(parts)
+    return given
+
+
+@contextmanager
+def knowing_values() -> Iterator[None]:
+    """In the context, values that are known are followed, and answered where they are asked for."""
+    entered = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if any(isinstance(mode, _Following) for mode in entered):
+        yield  # what is written in place is followed once
+        return
+    with _Following():
+        yield
+
+
+class _Following(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = read(func, args, kwargs)
+        if known is not None:
+            return known[0]
+        if func is Tensor.__iter__ and is_known(args[0]):
+            return iter(self.__torch_function__(torch.unbind, types, args, kwargs))
+        if func is torch.tensor:
+            args = tree_map_only(Tensor, _number, args)
+        elif func in _INDEXING:
+            args = (args[0], _positions(args[1]), *args[2:])
+        elif (
+            func is torch.nn.functional.ctc_loss
+        ):  # its lengths may be tensors or numbers, the latter with a shape rule
+            args = (*args[:2], *map(_number, args[2:4]), *args[4:])
+        try:
+            out = func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return computed(func, args, kwargs)
+        if func not in _RANDOM:
+            follow(func, args, kwargs, out)
+        elif func.__name__.endswith("_"):
+            forget(args[0])
+        return out
+
+
+_RANDOM = (
+    torch.rand, torch.randint, torch.randperm, torch.bernoulli, torch.multinomial, torch.nn.functional.dropout,
+    Tensor.bernoulli, Tensor.multinomial, Tensor.bernoulli_, Tensor.random_, Tensor.uniform_, Tensor.normal_,
+    Tensor.exponential_,
+)  # fmt: skip
+"""What a model draws is not known: a layer that it leaves out by chance would be left out of every step."""
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
+
+
+def _positions(index: Any) -> Any:
+    """An index whose masks are the positions where they are true, and bounds numbers, as far as they are known."""
+    parts = index if isinstance(index, tuple) else (index,)
+    made: list[Any] = []
+    for part in parts:
+        if isinstance(part, slice):
+            made.append(slice(*map(_number, (part.start, part.stop, part.step))))
+        elif isinstance(part, FakeTensor) and part.dtype == torch.bool and part.dim() and is_known(part):
+            with _disable_current_modes():
+                places = real(part).nonzero(as_tuple=True)
+            made += [_fake(place, part) for place in places]
+        else:
+            made.append(part)
+    return tuple(made) if isinstance(index, tuple) or len(made) != 1 else made[0]
+
+
+def _number(given: Any) -> Any:
+    """The number of a known tensor of one element, the numbers of a known vector; anything else as it is."""
+    known = real(given)
+    if known is given or known.dim() > 1:
+        return given
+    with _disable_current_modes():
+        return known.tolist()
+
+
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator makes whose shape depends on values, if those are known.
+
+    Raises:
+        DynamicOutputShapeException: they are not.
+        DataDependentOutputException: the same.
+    """
+    given: Any = _with_values((args, kwargs))
+    if given is _UNKNOWN:
+        # The tensor itself is not known, but how it is to be cut: its second argument and later ones.
+        cuts = tree_map_only(FakeTensor, _number, (args[1:], kwargs))
+        return func(args[0], *cuts[0], **cuts[1])
+    with _disable_current_modes():
+        values = func(*given[0], **given[1])
+    like = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor))
+    return tree_map_only(Tensor, lambda value: _fake(value, like), values)
+
+
+def _fake(values: Tensor, like: FakeTensor) -> FakeTensor:
+    fake: FakeTensor = like.fake_mode.from_tensor(values)
+    know(fake, values)
+    return fake
