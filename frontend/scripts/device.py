@@ -422,7 +422,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
 
 PLACES: dict[Any, Callable[..., Any]] = {
     Tensor.cpu: _fetched,
-    Tensor.device.__get__: places.device_of,  # type: ignore[attr-defined]
+    Tensor.device.__get__: places.device_of,
     Tensor.is_cuda.__get__: on_gpu,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda tensor: places.device_of(tensor).type == "cpu",  # type: ignore[attr-defined]
     Tensor.get_device: lambda tensor: places.device_of(tensor).index if on_gpu(tensor) else -1,

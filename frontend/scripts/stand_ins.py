@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from echograph.errors import CaptureError
-
-NoteTaker = Callable[[str], None]
+from echograph.frontend.scripts.values import NoteTaker
 
 WRITES_ONLY = ("_fill_indices_kernel",)
 """Kernels in Triton, by name, that write a tensor which they were given and read small ones: places of tokens in
@@ -240,7 +239,7 @@ class _RmsNorm(torch.nn.RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
         """One kernel."""
         return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
