@@ -11,6 +11,7 @@ ALL = (
     "scripts",
     "engines",
     "large_graph",
+    "plans",
     "steps",
     "memory",
     "traces",

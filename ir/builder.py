@@ -54,13 +54,23 @@ class Common(TypedDict, total=False):
 
 
 class _Column:
-    """A growing column that becomes a numpy array without a copy."""
+    """A growing column that becomes a numpy array without a copy. Rows that are left out have the default."""
 
-    __slots__ = ("dtype", "items")
+    __slots__ = ("default", "dtype", "items")
 
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: str, default: int = 0) -> None:
+        self.dtype, self.default = dtype, default
         self.items = array(_CODES[dtype])
+
+    def put(self, row: int, value: int) -> None:
+        """Says what a row has, and that rows before it that were left out have the default."""
+        self.fill(row)
+        self.items.append(value)
+
+    def fill(self, count: int) -> None:
+        """Gives rows that were left out the default, up to so many rows."""
+        if (left := count - len(self.items)) > 0:
+            self.items.extend([self.default] * left)
 
     def extend(self, values: npt.ArrayLike) -> None:
         """Appends many values."""
@@ -94,7 +104,7 @@ class _RaggedColumn:
 
 
 def _plain(columns: Mapping[str, Column], of: str = "") -> dict[str, _Column]:
-    return {name: _Column(c.dtype) for name, c in columns.items() if not c.ragged and c.of == of}
+    return {name: _Column(c.dtype, c.default) for name, c in columns.items() if not c.ragged and c.of == of}
 
 
 def _ragged(columns: Mapping[str, Column]) -> dict[str, _RaggedColumn]:
@@ -136,6 +146,7 @@ class GraphBuilder:
         self._o, self._o_ragged = _plain(OP_COLUMNS), _ragged(OP_COLUMNS)
         self._d = _plain(OP_COLUMNS, "duration")
         self._ends: list[tuple[int, int]] = []
+        self._copied: dict[int, tuple[Graph, Int64]] = {}
         self._tensor_appends: list[tuple[str, Callable[[Any], None], Any]] = [
             (name, self._t_ragged[name].append, ())
             if column.ragged
@@ -147,11 +158,6 @@ class GraphBuilder:
         )
         self._duration_appends: list[Callable[[Any], None]] = [c.items.append for c in self._d.values()]
         self._op_appends = [self._o[name].items.append for name in _GIVEN]
-        self._value_appends = [
-            (name, column.items.append, OP_COLUMNS[name].default)
-            for name, column in self._o.items()
-            if name not in _GIVEN
-        ]
 
     # -- tables ------------------------------------------------------------------------------------------
 
@@ -185,24 +191,28 @@ class GraphBuilder:
         shape: Iterable[int],
         dtype: t.DType,
         role: t.TensorRole,
-        **options: Unpack[t.TensorOptions],
+        *,
+        alias_of: int | None = None,
+        port: bool = False,
+        sharded: Iterable[str] = (),
     ) -> int:
         """Adds a tensor to the open block; returns its index. The fields are those of `types.Tensor`."""
-        values: dict[str, Any] = {"name": self.string(name), "shape": shape, "dtype": dtype, "role": role}
-        for field, value in options.items():
-            values[field] = self._stored(TENSOR_COLUMNS[field], value)
-        return self.tensor_row(values)
+        return self.tensor_row(
+            {
+                "name": self.string(name),
+                "shape": shape,
+                "dtype": dtype,
+                "role": role,
+                "alias_of": NONE if alias_of is None else alias_of,
+                "port": port,
+                "sharded": [self.string(text) for text in sharded],
+            }
+        )
 
     def add_tensor(self, tensor: t.Tensor, **changes: Any) -> int:
         """Adds a tensor given as its frozen type, with fields of `changes` replaced."""
         values = {field: getattr(tensor, field) for field in TENSOR_COLUMNS} | changes
         return self.tensor(**values)
-
-    def _stored(self, column: Column, value: Any) -> Any:
-        """What a column has of a field."""
-        if column.holds == Holds.STRING:
-            return [self.string(text) for text in value] if column.ragged else self.string(value)
-        return column.default if value is None else value
 
     # -- operations --------------------------------------------------------------------------------------
 
@@ -346,8 +356,12 @@ class GraphBuilder:
         """Tensors added so far."""
         return len(self._t["name"].items)
 
-    def build(self, graph_type: type[G]) -> G:
+    def build(self, graph_type: type[G], *, whole: bool = True) -> G:
         """Freezes and verifies the graph. Without a program, one that runs the main block is added.
+
+        Args:
+            graph_type: a step or a job.
+            whole: whether it is one: a job of some stages, to which others send, breaks invariants.
 
         Raises:
             GraphError: an invariant does not hold; names the operation or tensor.
@@ -363,6 +377,7 @@ class GraphBuilder:
         if issubclass(graph_type, JobGraph):  # its passes have changed the shapes that arguments speak of
             self._o["arguments"] = _Column("i4")
             self._o["arguments"].items.extend(bytes(self.op_count()))
+        self.fill_ops()
         ops = OpTable(
             strings=strings,
             attribute_values=tuple(self._attributes),
@@ -373,7 +388,8 @@ class GraphBuilder:
             tensors=tensors, ops=ops, blocks=blocks, programs=tuple(self._programs), mesh=self.mesh,
             groups=tuple(self._groups), passes=self.passes, unknown=self.unknown,
         )  # fmt: skip
-        verify(graph)
+        if whole:
+            verify(graph)
         return graph
 
     # -- rows, for readers that hold indices already -------------------------------------------------------
@@ -410,14 +426,18 @@ class GraphBuilder:
             for push, value in zip(self._duration_appends, (device, source, samples, spread), strict=True):
                 push(value)
         self._duration.offsets.items.append(len(self._duration.values.items))
+        row = len(self._o["kind"].items)
         for push, value in zip(self._op_appends, (kind, name, phase, module, stream), strict=True):
             push(value)
-        if values:
-            for column, push, default in self._value_appends:
-                push(values.get(column, default))
-        else:
-            for _, push, default in self._value_appends:
-                push(default)
+        for column, value in values.items():
+            its = self._o[column]
+            if value != its.default:
+                its.put(row, value)
+
+    def fill_ops(self) -> None:
+        """Gives operations the defaults of columns that they were not given."""
+        for column in self._o.values():
+            column.fill(self.op_count())
 
     def op_columns(
         self,
@@ -433,6 +453,7 @@ class GraphBuilder:
             durations: picoseconds of each, -1 where unknown; of which device; where they come from.
         """
         count = len(deps)
+        self.fill_ops()
         for name, column in self._o.items():
             values = columns.get(name)
             if values is None:
@@ -515,58 +536,116 @@ def copy_rows(
         block: of it.
         attributes: by row, those of operations that have others now.
     """
-    strings = _strings(builder, graph, block)
-    later, later_op = builder.tensor_count() - block.tensors.start, builder.op_count() - block.ops.start
-    stored: dict[Holds, Callable[[Any], Any]] = {
+    tensors = np.arange(len(graph.tensors)) + (builder.tensor_count() - block.tensors.start)
+    ops = np.arange(len(graph.ops)) + (builder.op_count() - block.ops.start)
+    copy_tensors(builder, graph, np.arange(block.tensors.start, block.tensors.stop), tensors)
+    copy_ops(builder, graph, np.arange(block.ops.start, block.ops.stop), tensors, ops, attributes)
+
+
+def copy_tensors(builder: GraphBuilder, graph: Graph, rows: Int64, tensors: Int64) -> None:
+    """Copies tensors into the open block.
+
+    Args:
+        builder: of the new graph.
+        graph: the old one.
+        rows: of its table, in the order in which they are to stand.
+        tensors: int64, for each of its tensors the new row, where one of these is an alias of it.
+    """
+    stored = {
         Holds.NUMBER: lambda values: values,
-        Holds.STRING: lambda values: strings[values],
-        Holds.TENSOR: lambda values: np.where(values >= 0, values + later, values),
-        Holds.OP: lambda values: np.where(values >= 0, values + later_op, values),
-        Holds.ATTRIBUTES: lambda values: _attributes(builder, graph, block, attributes),
+        Holds.STRING: lambda values: _strings(builder, graph, graph.tensors, TENSOR_COLUMNS, rows)[values],
+        Holds.TENSOR: lambda values: np.where(values >= 0, tensors[values], values),
     }
-    for table, columns, rows, plain, ragged in (
-        (graph.tensors, TENSOR_COLUMNS, block.tensors, builder._t, builder._t_ragged),
-        (graph.ops, OP_COLUMNS, block.ops, builder._o | builder._d, builder._o_ragged),
-    ):
-        for name, column in columns.items():
-            old = getattr(table, name)
-            where = _span(getattr(table, column.of), rows) if column.of else slice(rows.start, rows.stop)
-            if column.ragged:
-                values = np.asarray(old.values[_span(old, rows)], np.int64)
-                ragged[name].extend(np.diff(old.offsets[rows.start : rows.stop + 1]), stored[column.holds](values))
-            else:
+    _copy(graph.tensors, TENSOR_COLUMNS, rows, builder._t, builder._t_ragged, stored)
+
+
+def copy_ops(
+    builder: GraphBuilder,
+    graph: Graph,
+    rows: Int64,
+    tensors: Int64,
+    ops: Int64,
+    attributes: Mapping[int, t.Attributes] = MappingProxyType({}),
+) -> None:
+    """Copies operations into the open block.
+
+    Args:
+        builder: of the new graph, with the groups and streams of the old one.
+        graph: the old one.
+        rows: of its table, in the order in which they are to stand.
+        tensors: int64, for each of its tensors that these read or make the new row.
+        ops: int64, for each of its operations that these name the new row.
+        attributes: by row, those of operations that have others now.
+    """
+    stored = {
+        Holds.NUMBER: lambda values: values,
+        Holds.STRING: lambda values: _strings(builder, graph, graph.ops, OP_COLUMNS, rows)[values],
+        Holds.TENSOR: lambda values: np.where(values >= 0, tensors[values], values),
+        Holds.OP: lambda values: np.where(values >= 0, ops[values], values),
+        Holds.ATTRIBUTES: lambda _: _attributes(builder, graph, rows, attributes),
+    }
+    builder.fill_ops()
+    _copy(graph.ops, OP_COLUMNS, rows, builder._o | builder._d, builder._o_ragged, stored)
+
+
+def _copy(
+    table: object,
+    columns: Mapping[str, Column],
+    rows: Int64,
+    plain: Mapping[str, _Column],
+    ragged: Mapping[str, _RaggedColumn],
+    stored: Mapping[Holds, Callable[[Any], Any]],
+) -> None:
+    """Appends rows of a table, column by column, with what each is stored as."""
+    for name, column in columns.items():
+        old = getattr(table, name)
+        if column.ragged:
+            lengths, where = _places(old, rows)
+            values = np.asarray(old.values[where], np.int64)
+            ragged[name].extend(lengths, stored[column.holds](values) if len(values) else values)
+        elif column.of:
+            where = _places(getattr(table, column.of), rows)[1]
+            if len(where):
                 plain[name].extend(stored[column.holds](old[where]))
+        else:
+            plain[name].extend(stored[column.holds](old[rows]))
 
 
-def _span(ragged: Ragged, rows: range) -> slice:
-    """Where the values of some rows stand."""
-    return slice(int(ragged.offsets[rows.start]), int(ragged.offsets[rows.stop]))
+def _places(ragged: Ragged, rows: Int64) -> tuple[Int64, Int64]:
+    """How many values some rows have, and where they stand."""
+    begin = ragged.offsets[rows]
+    lengths = ragged.offsets[rows + 1] - begin
+    before = np.cumsum(lengths) - lengths
+    return lengths, np.repeat(begin - before, lengths) + np.arange(int(lengths.sum()))
 
 
-def _strings(builder: GraphBuilder, graph: Graph, block: Block) -> Int64:
-    """For every string of the graph that the block uses, its index in the builder; added in the order of use."""
-    used = (
-        _in_turn(*_texts(graph.tensors, TENSOR_COLUMNS, block.tensors)),
-        _in_turn(*_texts(graph.ops, OP_COLUMNS, block.ops)),
-    )
-    found = np.full(len(graph.strings), NONE, np.int64)
-    for index in _first_uses(np.concatenate(used)):
-        found[index] = builder.string(graph.strings[index])
+def _strings(
+    builder: GraphBuilder, graph: Graph, table: object, columns: Mapping[str, Column], rows: Int64
+) -> Int64:
+    """For every string of the graph, its index in the builder; those of rows are added in the order of use."""
+    known, found = builder._copied.get(id(graph), (None, None))
+    if known is not graph or found is None:
+        found = np.full(len(graph.strings), NONE, np.int64)
+        builder._copied[id(graph)] = graph, found
+    values = [values for values, _ in _texts(table, columns, rows)]
+    if any((found[each] == NONE).any() for each in values):
+        for index in _first_uses(_in_turn(*((row, value) for value, row in _texts(table, columns, rows)))):
+            found[index] = builder.string(graph.strings[index])
     return found
 
 
-def _texts(table: object, columns: Mapping[str, Column], rows: range) -> Iterator[tuple[Int64, Any]]:
-    """(rows, counted from the first; strings) of every column that holds strings."""
+def _texts(table: object, columns: Mapping[str, Column], rows: Int64) -> Iterator[tuple[Any, Int64]]:
+    """(strings; rows, counted from the first) of every column that holds strings."""
     every = np.arange(len(rows))
     for name, column in columns.items():
         if column.holds == Holds.STRING:
             values = getattr(table, name)
             ragged: Ragged | None = values if column.ragged else getattr(table, column.of) if column.of else None
             if ragged is None:
-                yield every, values[rows.start : rows.stop]
+                yield values[rows], every
                 continue
-            lengths = np.diff(ragged.offsets[rows.start : rows.stop + 1])
-            yield np.repeat(every, lengths), (values.values if column.ragged else values)[_span(ragged, rows)]
+            lengths, where = _places(ragged, rows)
+            yield (values.values if column.ragged else values)[where], np.repeat(every, lengths)
 
 
 def _in_turn(*columns: tuple[Any, Any]) -> Int64:
@@ -581,15 +660,15 @@ def _first_uses(values: Int64) -> list[int]:
     return found
 
 
-def _attributes(builder: GraphBuilder, graph: Graph, block: Block, others: Mapping[int, t.Attributes]) -> Int64:
-    old = np.asarray(graph.ops.attributes[block.ops.start : block.ops.stop], np.int64)
-    mine = {row - block.ops.start: value for row, value in others.items() if row in block.ops}
-    old[list(mine)] = NONE
+def _attributes(builder: GraphBuilder, graph: Graph, rows: Int64, others: Mapping[int, t.Attributes]) -> Int64:
+    old = np.asarray(graph.ops.attributes[rows], np.int64)
+    mine = [(at, others[row]) for at, row in enumerate(rows.tolist()) if row in others] if others else []
+    old[[at for at, _ in mine]] = NONE
     new = np.full(len(graph.ops.attribute_values) + 1, NONE, np.int64)
     for index in _first_uses(old):
         if index != NONE:
             new[index] = builder.attribute(graph.ops.attribute_values[index])
     found: Int64 = new[old]
-    for row, value in mine.items():
-        found[row] = builder.attribute(value)
+    for at, value in mine:
+        found[at] = builder.attribute(value)
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum, auto
+from functools import cached_property
 from typing import Annotated, Any, get_origin, get_type_hints, overload
 
 import numpy as np
@@ -182,7 +183,7 @@ class TensorTable(Sequence[t.Tensor]):
         return np.where(self.shape.lengths == 0, 1, numel)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class OpTable(Sequence[t.Op]):
     """All operations of a graph, block after block.
 
@@ -248,11 +249,12 @@ class OpTable(Sequence[t.Op]):
         """
         return int(np.dot(runs, self.bytes_read)) + int(np.dot(runs, self.bytes_written))
 
-    @property
+    @cached_property
     def is_view(self) -> Bools:
-        """Which operations cost the device nothing."""
+        """Which operations cost the device nothing. Read row by row, too, and so worked out once."""
         still = (self.flops == 0) & (self.bytes_read == 0) & (self.bytes_written == 0)
         view: Bools = (self.kind == t.OpKind.COMPUTE) & still
+        view.flags.writeable = False
         return view
 
     def durations_of(self, row: int) -> tuple[t.Duration, ...]:

@@ -15,17 +15,18 @@ instance 1, and so on. Operations have ids made the same way.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import chain
 from math import prod
 from operator import itemgetter
+from typing import Any, TypeVar
 
 import numpy as np
 
 from echograph.ir.columns import NONE, Int64, OpTable, TensorTable
-from echograph.ir.types import DType
+from echograph.ir.types import DType, Tensor
 
 FORMAT_MAJOR = 2
 FORMAT_MINOR = 1
@@ -33,6 +34,8 @@ FORMAT_MINOR = 1
 
 BETWEEN_STEPS = "between steps"
 """Holds what a script keeps from one step and drops within the next; what all others hold lives throughout."""
+
+Told = TypeVar("Told")
 
 CALL_FIELDS = ("block", "begin", "end", "instance", "micro_batch")
 
@@ -334,6 +337,15 @@ class Graph:
         """What the ports of all instances are bound to, as columns."""
         return Ports(self)
 
+    @cached_property
+    def _tensors(self) -> dict[int, Tensor]:
+        return {}
+
+    def tensor(self, row: int) -> Tensor:
+        """A row of the tensor table, kept for those who ask for it again."""
+        found = self._tensors.get(row)
+        return self._tensors.setdefault(row, self.tensors[row]) if found is None else found
+
     def value(self, block: int, instance: int, index: int) -> tuple[int, int, int]:
         """(block, instance, tensor) where a tensor has its value from, through aliases and ports.
 
@@ -511,3 +523,16 @@ class Ports:
         for column, values in zip(found, self._values, strict=True):
             column[through] = values[slots]
         return found
+
+
+def kept(tells: Callable[[Any], Told]) -> Callable[[Any], Told]:
+    """A function of a graph whose answer stays with the graph, which never changes; nor may the answer be."""
+
+    @wraps(tells)
+    def told(graph: Graph) -> Told:
+        known: dict[Any, Told] = graph.__dict__.setdefault("_told", {})
+        if tells not in known:
+            known[tells] = tells(graph)
+        return known[tells]
+
+    return told

@@ -6,11 +6,9 @@ what one sees of the columns that stand behind a graph (`ir.columns`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
-from typing import TypedDict
 
 
 class DType(IntEnum):
@@ -233,14 +231,6 @@ class MultiTensor:
 
 
 Attributes = Gemm | Attention | Convolution | MultiTensor
-
-
-class TensorOptions(TypedDict, total=False):
-    """The fields of a `Tensor` that may be left out."""
-
-    alias_of: int | None
-    port: bool
-    sharded: Iterable[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ import numpy as np
 
 from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Float32, Int64, UInt8
-from echograph.ir.graph import Group, JobGraph
+from echograph.ir.graph import Group, JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Source
-from echograph.simulator.clusters import Cluster
+from echograph.simulator.clusters import Cluster, GroupPlacement
 from echograph.simulator.collectives import CollectiveEstimate, CollectiveName, collective_time
 from echograph.simulator.groups import place_in_group
 from echograph.units import to_ps
@@ -48,13 +48,16 @@ class Durations:
     estimates: dict[int, CollectiveEstimate] = field(default_factory=dict)
 
 
-def durations(job: JobGraph, cluster: Cluster, estimate: Estimate | None = None) -> Durations:
+def durations(
+    job: JobGraph, cluster: Cluster, estimate: Estimate | None = None, network: NetworkModel | None = None
+) -> Durations:
     """Times on a cluster: those of its device first, else imported ones, else the network's model.
 
     Args:
         job: the job.
         cluster: where it runs.
         estimate: another model of the network than `collective_time`, asked for every communication.
+        network: the cluster's, where it keeps what it said of other jobs.
 
     Raises:
         SimulationError: a device operation has no duration for the cluster's device, or links are degraded, which
@@ -71,7 +74,7 @@ def durations(job: JobGraph, cluster: Cluster, estimate: Estimate | None = None)
     picoseconds[still & (picoseconds == NONE)] = 0
     algorithm: dict[int, str] = {}
     estimates: dict[int, CollectiveEstimate] = {}
-    ask = estimate or (lambda kind, nbytes, ranks: collective_time(kind, nbytes, cluster.place(ranks), cluster))
+    ask = estimate or (network or NetworkModel(cluster)).time
     communicates = np.isin(job.ops.kind, COMMUNICATIONS)
     for row in np.flatnonzero(communicates & ((picoseconds == NONE) | (estimate is not None))).tolist():
         found = estimates[row] = ask(kind_of(job, row), int(job.ops.nbytes[row]), _first_ranks(job, row))
@@ -88,6 +91,46 @@ def durations(job: JobGraph, cluster: Cluster, estimate: Estimate | None = None)
     return Durations(
         picoseconds=picoseconds, source=source, spread=spread, algorithm=algorithm, estimates=estimates
     )
+
+
+class NetworkModel:
+    """The model of a cluster's network, which keeps what it has said: plans ask for many collectives again.
+
+    Args:
+        cluster: the cluster.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._placed: dict[range | tuple[int, ...], GroupPlacement] = {}
+        self._known: dict[tuple[CollectiveName, float, GroupPlacement], CollectiveEstimate] = {}
+
+    def time(self, kind: CollectiveName, nbytes: float, ranks: Sequence[int]) -> CollectiveEstimate:
+        """What `collective_time` says."""
+        where = ranks if isinstance(ranks, range) else tuple(ranks)
+        if where not in self._placed:
+            self._placed[where] = self.cluster.place(ranks)
+        key = kind, nbytes, self._placed[where]
+        if key not in self._known:
+            self._known[key] = collective_time(kind, nbytes, key[2], self.cluster)
+        return self._known[key]
+
+
+def message_ps(job: JobGraph, network: NetworkModel, row: int, program: Program) -> int:
+    """Picoseconds that the network's model says of a send or a receive at a place of the mesh.
+
+    Args:
+        job: the job.
+        network: of where it runs.
+        row: the operation.
+        program: of the rank that runs it; what it says of its place counts.
+
+    Raises:
+        SimulationError: the operation names a peer that the group does not have.
+    """
+    group = job.groups[int(job.ops.group[row])]
+    ranks = _ends(job, group, row, program)
+    return to_ps(network.time(kind_of(job, row), int(job.ops.nbytes[row]), ranks).seconds)
 
 
 def _use_imported(job: JobGraph, picoseconds: Int64, source: UInt8, spread: Float32) -> None:
@@ -119,11 +162,15 @@ def _pair(job: JobGraph, group: Group, row: int) -> Sequence[int]:
     for program in job.programs:
         runs = (program.calls[:, 1] <= row) & (row < program.calls[:, 2])
         if runs.any() and set(group.axes) <= program.coordinates.keys():
-            ranks = job.group_ranks(group, program.coordinates)
-            here, peer = place_in_group(job, group, program), int(job.ops.peer[row])
-            there = (here + peer) % len(ranks)
-            if abs(peer) >= len(ranks):
-                name = job.strings[job.ops.name[row]]
-                raise SimulationError(f"operation {row} ({name}) names peer {peer:+} in a group of {len(ranks)}")
-            return [ranks[here], ranks[there]]
+            return _ends(job, group, row, program)
     return job.group_ranks(group)
+
+
+def _ends(job: JobGraph, group: Group, row: int, program: Program) -> Sequence[int]:
+    """The ranks that a send or receive links, of which one is the program."""
+    ranks = job.group_ranks(group, program.coordinates)
+    here, peer = place_in_group(job, group, program), int(job.ops.peer[row])
+    if abs(peer) >= len(ranks):
+        name = job.strings[job.ops.name[row]]
+        raise SimulationError(f"operation {row} ({name}) names peer {peer:+} in a group of {len(ranks)}")
+    return [ranks[here], ranks[(here + peer) % len(ranks)]]

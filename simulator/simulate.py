@@ -26,7 +26,7 @@ from echograph.ir.types import COMMUNICATIONS, OpKind, Source
 from echograph.simulator.breakdown import Spread, role_of, spread
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.contention import beside_collectives
-from echograph.simulator.durations import Durations, Estimate, durations
+from echograph.simulator.durations import Durations, Estimate, NetworkModel, durations
 from echograph.simulator.engine import ENGINES, Roles, StepRun, of_tasks, simulate_roles
 from echograph.simulator.form import Form, shares
 from echograph.simulator.host import IssueTimes
@@ -90,15 +90,13 @@ def simulate(
         PlanError: a group does not fit the cluster.
         UsageError: an engine that cannot simulate every rank or links, or a scale that selects nothing.
     """
-    began, job = time.perf_counter(), host.runs(job)
+    began = time.perf_counter()
     asked = fidelity(job, cluster, engine=engine, network=network, ranks=ranks)
     topology, alone = _links(job, cluster) if asked.network == "flows" else (None, None)
-    times = durations(job, cluster, alone)
-    times = replace(times, picoseconds=beside_collectives(job, times.picoseconds, sms))
-    times, issue = _scaled(job, times, host, scales)
+    roles = timed(job, cluster, host, scales=scales, sms=sms, estimate=alone)
+    job, times = roles.job, roles.times
     check_tasks(job)
-    _check_range(job, times, issue, host)
-    roles = Roles(job=job, times=times, issue=issue, host=host)
+    _check_range(job, times, roles.issue, host)
     of_roles, ran_on = simulate_roles(roles, "auto" if asked.ranks is not None else asked.engine)
     if asked.ranks is None:
         ran = _run_roles(job, of_roles, ran_on, trace_ranks)
@@ -148,6 +146,34 @@ def simulate(
         times=times,
         traced=ran.traced,
     )
+
+
+def timed(
+    job: JobGraph,
+    cluster: Cluster,
+    host: IssueTimes,
+    *,
+    scales: Sequence[Scale] = (),
+    sms: Mapping[str, float] = _NOTHING,
+    estimate: Estimate | None = None,
+    network: NetworkModel | None = None,
+) -> Roles:
+    """The job as its host runs it, with what its operations take; as of `simulate`.
+
+    Args:
+        job: an annotated job graph.
+        cluster: where it runs.
+        host: what issuing costs.
+        scales: what is made longer or shorter.
+        sms: share of the multiprocessors that reductions take from kernels beside them.
+        estimate: another model of the network.
+        network: the cluster's, where it is kept over jobs.
+    """
+    job = host.runs(job)
+    times = durations(job, cluster, estimate, network)
+    times = replace(times, picoseconds=beside_collectives(job, times.picoseconds, sms))
+    times, issue = _scaled(job, times, host, scales)
+    return Roles(job=job, times=times, issue=issue, host=host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -35,6 +35,7 @@ from echograph.frontend.megatron.patches import Patch, in_place
 from echograph.frontend.megatron.stub_modules import standing_in
 from echograph.frontend.pytorch.known_values import real
 from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.streams import CapturedStream
 
 _COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 _GENERATOR = "random numbers are drawn from the GPU's generator; which they are does not change what runs"
@@ -321,6 +322,8 @@ def _unrejected(original: Callable[..., None]) -> Callable[..., None]:
         def reject(value: Any) -> bool:
             if rejection_func in (torch.isnan, torch.isinf):
                 rejection_func(value)
+                # Whether it is one the host reads.
+                CapturedStream.current.synchronize()
             return False
 
         original(machine, result, reject, *args, **named)

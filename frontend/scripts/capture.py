@@ -30,7 +30,7 @@ from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
 from echograph.frontend.scripts.checks import findings
 from echograph.frontend.scripts.collectives import Communication
-from echograph.frontend.scripts.host_work import WORK, HostPrice, wait_for_value
+from echograph.frontend.scripts.host_work import WORK, HostPrice, wait_for_value, wait_for_work
 from echograph.frontend.scripts.recorder import (
     COMMUNICATION,
     COPY,
@@ -286,6 +286,7 @@ class _Rank(GraphLowering):
         self._rank = run.world.rank
         self._latest: dict[str, int] = {}
         self._reached: dict[Node, int] = {}
+        self._communicated: list[int] = []
         self._labels: dict[tuple[str, str], str] = {}
         root = _roots(run.recorder.graph)
         _settle_messages(run.recorder.graph, root)
@@ -354,11 +355,13 @@ class _Rank(GraphLowering):
         self._issued = self._issue(node)
         if node.target is wait_for_value:
             self._wait(node)
+        elif node.target is wait_for_work:
+            self._wait_for_work(node)
         elif COMMUNICATION in node.meta and node.target is not operator.getitem:
             self._communicate(node)
         else:
             super().add(node)
-        if self._fills and node.target is not wait_for_value and (size := _asked_for(node)):
+        if self._fills and node.target not in _WAITS and (size := _asked_for(node)):
             self._fill(node, size)
         self.regions += [node.meta.get(REGION)] * (self.builder.op_count() - before)
         if self.builder.op_count() > before:
@@ -372,6 +375,7 @@ class _Rank(GraphLowering):
         if COMMUNICATION in node.meta:
             if node.target is not operator.getitem:
                 self._reached[node] = self.builder.op_count() - 1
+                self._communicated.append(self._reached[node])
             return
         if self.builder.op_count() > before:
             self._latest[stream] = self.builder.op_count() - 1
@@ -395,6 +399,18 @@ class _Rank(GraphLowering):
         if made:
             common = {"phase": PHASES[node.meta[PHASE]], "module": node.meta[MODULE]}
             self.made[node] = [self.builder.host("read value", deps=[made[-1]], **common)]
+
+    def _wait_for_work(self, node: Node) -> None:
+        """The host waits for work that it issued: some of it, or all."""
+        work = node.meta[AFTER]
+        if work is None:
+            deps = {*self._latest.values(), *self._communicated}
+            self._communicated.clear()
+        else:
+            deps = {self._reached[n] for n in work if n in self._reached}
+        if deps:
+            common = {"phase": PHASES[node.meta[PHASE]], "module": node.meta[MODULE]}
+            self.made[node] = [self.builder.host("synchronize", deps=sorted(deps), **common)]
 
     def operation(self, node: Node, **fields: Any) -> int:
         """A kernel, or a copy between host and device."""
@@ -576,6 +592,7 @@ def _outliving(graph: Graph, root: Mapping[Node, Node]) -> set[Node]:
     return {node for node in root if len(users.get(root[node], ())) > 1}
 
 
+_WAITS = (wait_for_value, wait_for_work)
 _ASKING = ("aten.native_layer_norm", "aten._fused_rms_norm", "aten._scaled_dot_product")
 
 
@@ -585,7 +602,7 @@ def _asked_for(node: Node) -> int:
     PyTorch's products and elementwise kernels take memory past it; its norms and attention, and all that
     Transformer Engine makes (pytorch/csrc/quantizer.cpp: create_tensor), do not.
     """
-    if node.op != "call_function" or node.target is wait_for_value or COMMUNICATION in node.meta:
+    if node.op != "call_function" or node.target in _WAITS or COMMUNICATION in node.meta:
         return 0
     if is_getitem(node) or is_view(node):
         return 0

@@ -156,7 +156,7 @@ def _of_every_device(world: World) -> dict[str, Any]:
         "is_available": lambda: True,
         "device_count": lambda: min(world.local_size, world.size),
         "get_device_capability": lambda *_: (properties.major, properties.minor),
-        "synchronize": _nothing,
+        "synchronize": streams.synchronize,
         "empty_cache": _nothing,
         "memory_allocated": _zero,
         "max_memory_allocated": _zero,

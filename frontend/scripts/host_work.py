@@ -29,9 +29,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.fx import Node
 from torch.nn.modules import module as modules
 
-from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD_NODE, MODULE, PHASE
+from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD_NODE, MODULE, OPTIMIZER, PHASE
 from echograph.frontend.pytorch.call_nodes import is_allocation, is_view
 from echograph.frontend.scripts.recorder import MICRO_BATCH, SILENT_NAMESPACES, ScriptRecorder
+from echograph.frontend.scripts.streams import AFTER, CapturedStream, nobody_waits
 
 WORK = "host_work"
 """Of call nodes: the `HostWork` before them."""
@@ -272,6 +273,10 @@ def wait_for_value(tensor: Any) -> None:
     del tensor
 
 
+def wait_for_work() -> None:
+    """What a node stands for at which the host waits until work has ended that was issued: `AFTER`, None: all."""
+
+
 COMPILED_CALL = "compiled_call"
 """Of call nodes in a call of something compiled: its number."""
 
@@ -306,6 +311,19 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         if node.op == "call_function":
             meta = self._phase_and_module(node) | self.of_micro_batch()
             self.add_call(wait_for_value, (node,), {}, None, meta)
+
+    def waits(self, work: frozenset[Any] | None) -> None:
+        """The script waits on the host until work has ended.
+
+        Args:
+            work: call nodes; None: all that was issued.
+        """
+        if not self._recording or self._paused:
+            return
+        optimizing = self._optimizing or self._forced == OPTIMIZER
+        phase = OPTIMIZER if optimizing else self._forced or self.phase
+        meta = {PHASE: phase, MODULE: self._stack[-1] if self._stack else "", AFTER: work}
+        self.add_call(wait_for_work, (), {}, None, meta | self.of_micro_batch())
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -348,9 +366,11 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         before = self._recording
         super().step_begins()
         if self._recording and not before:
+            CapturedStream.host_waits = self.waits
             self.counter.begin()
 
     def _finish(self) -> None:
+        CapturedStream.host_waits = nobody_waits
         self.counter.end()
         super()._finish()
         self._count_whole()

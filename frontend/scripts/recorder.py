@@ -69,6 +69,7 @@ from echograph.frontend.scripts.values import answer, line_of_script
 from echograph.frontend.scripts.world import NO_GPU
 from echograph.ir.graph import BETWEEN_STEPS
 from echograph.ir.passes.fuse import KernelRegion
+from echograph.ir.types import CollectiveKind
 
 SHARES = "shares"
 """Of placeholders: global ranks of each group over whose ranks the elements are divided."""
@@ -172,6 +173,12 @@ class MemoryRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         super().bind(tensor, node)
         self.memory.made(tensor, node)
         return node
+
+
+def _block_at_barriers(node: Node) -> None:
+    """ProcessGroupNCCL blocks the host at a barrier, and at no other communication."""
+    if node.meta[COMMUNICATION].kind is CollectiveKind.BARRIER:
+        CapturedStream.host_waits(frozenset((node,)))
 
 
 def _same_layout(one: Tensor, other: Tensor) -> bool:
@@ -455,6 +462,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             _, node = self._works.get(id(work), (None, None))
             if node is not None:
                 CapturedStream.current.after(frozenset((node,)))
+                _block_at_barriers(node)
             return original(work, *args, **kwargs)
 
         return wait
@@ -609,6 +617,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
                 self.stands_for(self.add_call(operator.getitem, (node, i), {}, values[i], node.meta), tensor)
         elif not call.asynchronous:
             CapturedStream.current.after(frozenset((node,)))
+            _block_at_barriers(node)
         else:
             self._hold(out, node)
 

@@ -3,10 +3,14 @@
 Work is issued to the current stream. An event that is recorded on a stream is the work issued to it so far; a
 stream that waits for an event begins its next work after that. The recorder asks for both, and so a script's (or a
 framework's) own streams become those of the graph.
+
+Where the host itself waits, it issues nothing until then: who counts the host's work is told
+(`CapturedStream.host_waits`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 STREAM = "stream"
@@ -35,6 +39,7 @@ class CapturedEvent:
     def synchronize(self) -> None:
         """The host waits: what it issues next comes later."""
         CapturedStream.current.wait_event(self)
+        CapturedStream.host_waits(self.after)
 
     def elapsed_time(self, end_event: CapturedEvent) -> float:
         """Milliseconds from this one to another: there are no times, and none is 0, since scripts divide by it."""
@@ -49,11 +54,13 @@ class CapturedStream:
         number: 0 for the default one, then counted as they are made.
         last: the last work that was issued to it, a call node of the recorded graph.
         awaited: work of other streams that its next work comes after.
+        host_waits: is told for which work the host waits, as call nodes; None: for all that was issued.
     """
 
     current: CapturedStream
     default: CapturedStream
     made: int = 0
+    host_waits: Callable[[frozenset[Any] | None], None]
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.number = CapturedStream.made
@@ -107,11 +114,23 @@ class CapturedStream:
     def synchronize(self) -> None:
         """The host waits: what it issues next, to any stream, comes later. Of streams the current one waits."""
         CapturedStream.current.wait_stream(self)
+        CapturedStream.host_waits(self.reached)
+
+
+def synchronize(*_: Any, **__: Any) -> None:
+    """`torch.cuda.synchronize`: the host waits for all that was issued."""
+    CapturedStream.host_waits(None)
+
+
+def nobody_waits(work: frozenset[Any] | None) -> None:
+    """What is told that the host waits where nobody counts its work."""
+    del work
 
 
 def start() -> None:
     """The default stream, and nothing issued."""
     CapturedStream.made = 0
+    CapturedStream.host_waits = nobody_waits
     CapturedStream.default = CapturedStream.current = CapturedStream()
 
 

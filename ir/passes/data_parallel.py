@@ -45,8 +45,10 @@ bound by both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
 from math import ceil, inf, lcm, prod
 from typing import ClassVar
 
@@ -55,8 +57,8 @@ import numpy as np
 from echograph.errors import PlanError
 from echograph.ir import graph as g
 from echograph.ir import types as t
-from echograph.ir.builder import GraphBuilder
-from echograph.ir.columns import NONE
+from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
+from echograph.ir.columns import NONE, distinct
 from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph
 from echograph.ir.passes.model import (
     DATA,
@@ -77,7 +79,9 @@ from echograph.ir.passes.model import (
 )
 from echograph.ir.passes.rewrite import (
     ACCUMULATE,
+    UPDATE,
     Call,
+    PassLabel,
     accumulate,
     add_to_gradient,
     copy_tables,
@@ -169,7 +173,7 @@ class Division:
     def cut(self, row: int) -> bool:
         """Whether the optimizer's tensor is a shard; what it makes is, where it is as large as what it reads."""
         if row not in self._cut:
-            tensor = self.graph.tensors[row]
+            tensor = self.graph.tensor(row)
             if tensor.role in PERSISTENT or self.origin(row) in self.gradients:
                 self._cut[row] = bool(self.axes(tensor))
             else:
@@ -182,7 +186,7 @@ class Division:
             return False
         if isinstance(op, t.Recv):
             return op.payload == t.Payload.GRADIENT and bool(self.axes(tensor))
-        return any(self.graph.tensors[i].shape == tensor.shape and self.cut(i) for i in op.inputs)
+        return any(self.graph.tensor(i).shape == tensor.shape and self.cut(i) for i in op.inputs)
 
 
 WHOLE, SHARDED = t.Phase.FORWARD, t.Phase.OPTIMIZER
@@ -259,15 +263,63 @@ class ShardedBlock:
     def write(self) -> Written:
         """Writes all rows."""
         first_tensor, first_op = self.builder.tensor_count(), self.builder.op_count()
-        uses = self._uses()
-        for row in self.block.tensors:
-            for phase in uses.get(row) or (self._unused(row),):
-                self.use(row, phase)
-            if row in self.division.gradients:
-                self.use(row, SHARDED)
-        for row in self.block.ops:
-            self.op(row, self.phase(row))
+        graph, number = self.graph, self.block.ops
+        late = [row for row in number if graph.ops.phase[row] == SHARDED]
+        for rows, alike in _stretches(self.block.tensors, self._apart(late)):
+            if alike:
+                self._copy_tensors(rows)
+                continue
+            for row in rows:
+                for phase in self._uses.get(row) or (self._unused(row),):
+                    self.use(row, phase)
+                if row in self.division.gradients:
+                    self.use(row, SHARDED)
+        for rows, alike in _stretches(self.block.ops, {*late, *self.scalars}):
+            if alike:
+                self._copy_ops(rows)
+                continue
+            for row in rows:
+                self.op(row, self.phase(row))
         return self.finish(first_tensor, first_op)
+
+    def _apart(self, late: list[int]) -> set[int]:
+        """Tensors that are more, or other, than a copy of the old one: the optimizer's, and what may be lost."""
+        graph, inputs, outputs = self.graph, self.graph.ops.inputs, self.graph.ops.outputs
+        found = {index for row in late for index in (*inputs.row(row), *outputs.row(row))}
+        found |= {row for row in self.division.gradients if row in self.block.tensors}
+        roles = graph.tensors.role[self.block.tensors.start : self.block.tensors.stop]
+        special = np.isin(roles, (t.TensorRole.OPTIMIZER_STATE, *self.transient))
+        return found | {self.block.tensors.start + row for row in np.flatnonzero(special).tolist()}
+
+    def _new_rows(self) -> np.ndarray:
+        """For every tensor of the graph its new row as a whole one; -1 where it has none."""
+        new = np.full(len(self.graph.tensors), NONE)
+        for (row, phase), made in self.written.tensors.items():
+            if phase == WHOLE:
+                new[row] = made
+        return new
+
+    def _copy_tensors(self, rows: range) -> None:
+        """Writes tensors that stay as they are."""
+        aliases = distinct(self.graph.tensors.alias_of[rows.start : rows.stop]).tolist()
+        for row in aliases:
+            if row != NONE and row not in rows:
+                self.use(row, WHOLE)
+        first, new = self.builder.tensor_count(), self._new_rows()
+        new[rows.start : rows.stop] = first + np.arange(len(rows))
+        copy_tensors(self.builder, self.graph, np.arange(rows.start, rows.stop), new)
+        self.written.tensors |= {(row, WHOLE): made for made, row in enumerate(rows, first)}
+        ports = self.graph.tensors.port[rows.start : rows.stop]
+        self.written.ports += ((first + at, (rows[at], WHOLE)) for at in np.flatnonzero(ports).tolist())
+
+    def _copy_ops(self, rows: range) -> None:
+        """Writes operations that stay as they are, on whole tensors."""
+        first, ops = self.builder.op_count(), np.full(len(self.graph.ops), NONE)
+        for row in range(self.block.ops.start, rows.start):
+            ops[row] = self.ops[row].start
+        ops[rows.start : rows.stop] = first + np.arange(len(rows))
+        copy_ops(self.builder, self.graph, np.arange(rows.start, rows.stop), self._new_rows(), ops)
+        self.ops |= {row: range(made, made + 1) for made, row in enumerate(rows, first)}
 
     def finish(self, first_tensor: int, first_op: int) -> Written:
         """The block, once all its rows are written."""
@@ -282,7 +334,9 @@ class ShardedBlock:
         """Whether an operation works on shards (`SHARDED`) or on whole tensors."""
         return SHARDED if self.graph.ops.phase[row] == t.Phase.OPTIMIZER else WHOLE
 
+    @cached_property
     def _uses(self) -> dict[int, list[t.Phase]]:
+        """The phases that use each tensor."""
         uses: dict[int, list[t.Phase]] = {}
         inputs, outputs = self.graph.ops.inputs, self.graph.ops.outputs
         for row in self.block.ops:
@@ -305,7 +359,7 @@ class ShardedBlock:
         """The tensor that an old one is in a phase; made when it is first used."""
         variant = self.variant(row, phase)
         if (row, variant) not in self.written.tensors:
-            tensor = self.graph.tensors[row]
+            tensor = self.graph.tensor(row)
             made = (
                 self._shard(tensor)
                 if variant == SHARDED and self.division.cut(row)
@@ -391,7 +445,7 @@ class ShardedBlock:
         builder, index = self.builder, op.outputs[-1]
         axes = self.division.all_axes
         group, stream = axes_group(builder, axes)
-        tensor = self.graph.tensors[index]
+        tensor = self.graph.tensor(index)
         reduce = builder.collective(
             f"{'+'.join(axes)}.all_reduce_scalar", t.CollectiveKind.ALL_REDUCE, group=group,
             bytes_per_rank=tensor.nbytes, dtype=tensor.dtype, payload=t.Payload.OTHER, asynchronous=True,
@@ -403,10 +457,17 @@ class ShardedBlock:
         """How much of an optimizer operation's work a rank has left: its tensors' elements, new over old."""
         old = new = 0
         for row in (*op.inputs, *op.outputs):
-            tensor = self.graph.tensors[row]
+            tensor = self.graph.tensor(row)
             old += tensor.numel
             new += prod(self.division.shape(tensor)) if self.division.cut(row) else tensor.numel
         return new / old if old else 1.0
+
+
+def _stretches(rows: range, apart: Container[int]) -> Iterator[tuple[range, bool]]:
+    """Rows in stretches, and whether each is of rows that do not stand apart."""
+    for alone, its in groupby(rows, key=apart.__contains__):
+        found = list(its)
+        yield range(found[0], found[-1] + 1), not alone
 
 
 class ShardedGraph:
@@ -568,11 +629,13 @@ class ProgramWriter:
         job: its blocks as they are written.
         division: how tensors are divided.
         program: of the graph.
+        labels: what its calls are of; None for a step, whose calls are of a micro-batch, or of the update.
     """
 
     def __init__(
-        self, *, options: DataParallel, graph: g.Graph, job: ShardedGraph, division: Division, program: g.Program
-    ) -> None:
+        self, *, options: DataParallel, graph: g.Graph, job: ShardedGraph, division: Division, program: g.Program,
+        labels: Sequence[PassLabel] | None = None,
+    ) -> None:  # fmt: skip
         self.options, self.graph, self.job, self.division = options, graph, job, division
         self.builder: GraphBuilder = job.builder
         self.mesh = self.builder.mesh
@@ -584,7 +647,11 @@ class ProgramWriter:
         self.added: dict[ProgramPoint, list[tuple[int, list[int]]]] = {}
         self.block = 0
         self.accumulations: dict[ProgramPoint, Call] = {}
-        calls: list[Call] = [(b, x, y, i, m) for b, x, y, i, m in program.calls.tolist() if y > x]
+        every = zip(program.calls.tolist(), labels or [UPDATE] * len(program.calls), strict=True)
+        kept = [((b, x, y, i, m), label) for (b, x, y, i, m), label in every if y > x]
+        calls: list[Call] = [call for call, _ in kept]
+        self.labels = [label for _, label in kept]
+        self.written: list[PassLabel] = []
         self.steps = self._of_pipeline(calls) if self.staged else self._of_step(calls)
         self.last = max((call[4] for call in self.steps), default=0)
 
@@ -596,7 +663,7 @@ class ProgramWriter:
             self._accumulate_whole(gradients)
         if not self.reduces or not gradients:
             return self._merged()
-        tensors = [(gradient.tensor_id, self.graph.tensors[gradient.tensor]) for gradient in gradients]
+        tensors = [(gradient.tensor_id, self.graph.tensor(gradient.tensor)) for gradient in gradients]
         reduced = by_axes(fill(tensors, self.mesh, self._limits()))
         gathered = by_axes(self._updated()) if self.options.zero else {}
         for number, axes in enumerate({**reduced, **gathered}):
@@ -636,18 +703,22 @@ class ProgramWriter:
         """Forward and backward for each micro-batch, then the optimizer."""
         passes, update = split_at_optimizer(self.graph, calls)
         count, self.pass_length = self.options.micro_batches, len(passes)
+        runs: list[PassLabel] = [("forward", m, 0) for m in range(count) for _ in passes]
+        self.labels = [*runs, *(UPDATE for _ in update)]
         every = [call for micro_batch in range(count) for call in in_micro_batch(passes, micro_batch)]
         return every + in_micro_batch(update, count - 1)
 
     def _of_pipeline(self, calls: list[Call]) -> list[Call]:
         """The pipeline's calls, without those that add up gradients where their reduction does."""
         last = max((call[4] for call in calls), default=0)
-        return [
-            call
-            for call in calls
+        kept = [
+            number
+            for number, call in enumerate(calls)
             if self.graph.blocks[call[0]].name != ACCUMULATE
             or not (self.reduces and (call[4] == last or self.options.zero == 2))
         ]
+        self.labels = [self.labels[number] for number in kept]
+        return [calls[number] for number in kept]
 
     def _accumulate_whole(self, gradients: list[Gradient]) -> None:
         """Adds up whole gradients after each micro-batch but the first, and but those whose reduction does."""
@@ -657,7 +728,7 @@ class ProgramWriter:
         alone = [x for x in gradients if not adds_up(self.graph, x.tensor)]
         if not alone:
             return
-        tensors = ((self.graph.tensors[x.tensor], self.job.tensor_id(x.tensor_id, WHOLE)) for x in alone)
+        tensors = ((self.graph.tensor(x.tensor), self.job.tensor_id(x.tensor_id, WHOLE)) for x in alone)
         call = accumulate(self.builder, tensors)
         for micro_batch in adding:
             number = (micro_batch + 1) * self.pass_length - 1
@@ -680,6 +751,7 @@ class ProgramWriter:
                     out.append(self.accumulations[number, cut])
             if begin < end:
                 out.append(self.job.call((block, begin, end, instance, micro_batch)))
+            self.written += [self.labels[number]] * (len(out) - len(self.written))
         return out
 
     def _at(self, place: ProgramPoint, ops: list[int]) -> None:
@@ -838,7 +910,7 @@ class ProgramWriter:
         self.reads = first_reads(self.graph, self.steps, set(self.updated))
         start = (0, self.steps[0][1])
         order = sorted(self.updated, key=lambda i: self.reads.get(i, start), reverse=True)
-        tensors = ((i, self.graph.tensors[self.graph.locate_tensor(i)[2]]) for i in order)
+        tensors = ((i, self.graph.tensor(self.graph.locate_tensor(i)[2])) for i in order)
         buckets = fill(tensors, self.mesh, self._limits())
         for bucket in buckets:
             bucket.tensors.reverse()
@@ -971,6 +1043,20 @@ class DataParallel:
         Raises:
             PlanError: a number is out of range, or micro-batches are given for a pipeline, which has its own.
         """
+        return self.labelled(graph)[0]
+
+    def labelled(
+        self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None = None
+    ) -> tuple[JobGraph, list[list[PassLabel]]]:
+        """The job graph, and for each of its programs what its calls are of.
+
+        Args:
+            graph: a step, or a pipeline's job.
+            labels: of the job, what the calls of each program are of; None: of nothing that matters.
+
+        Raises:
+            PlanError: as `__call__`.
+        """
         check_sizes(self.replicas, self.micro_batches, isinstance(graph, JobGraph))
         if self.zero not in (0, 1, 2):
             raise PlanError(f"zero {self.zero}: choose 0, 1 or 2 here; fully sharded data parallelism is stage 3")
@@ -991,15 +1077,20 @@ class DataParallel:
         copies = (REPLICATE,) if self.instances > 1 else ()
         division = Division(graph=graph, mesh=mesh, gradients=gradients, copies=copies, flat=True, none=none)
         job = self._write(graph, builder, division)
-        for program in graph.programs:
-            writer = ProgramWriter(options=self, graph=graph, job=job, division=division, program=program)
+        written = []
+        for number, program in enumerate(graph.programs):
+            its = None if labels is None else labels[number]
+            writer = ProgramWriter(
+                options=self, graph=graph, job=job, division=division, program=program, labels=its
+            )
             builder.program(
                 writer.calls(),
                 role=program.role or "replica",
                 coordinates=program.coordinates,
                 ranks=program.ranks,
             )
-        return builder.build(JobGraph)
+            written.append(writer.written)
+        return builder.build(JobGraph, whole=labels is None), written
 
     def _write(self, graph: Graph, builder: GraphBuilder, division: Division) -> ShardedGraph:
         """Writes the graph's own blocks, with the optimizer on shards, or as they are."""

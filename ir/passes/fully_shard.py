@@ -58,7 +58,7 @@ from echograph.ir.passes.model import (
     split_at_optimizer,
     total_norms,
 )
-from echograph.ir.passes.rewrite import ACCUMULATE, Call, empty_copy, in_micro_batch
+from echograph.ir.passes.rewrite import ACCUMULATE, UPDATE, Call, PassLabel, empty_copy, in_micro_batch
 
 UnitInstance = tuple[int, int, int]
 """A unit where it runs: block, instance, and number of the unit in the block."""
@@ -86,6 +86,7 @@ class UnitSchedule:
         names: what is done for each unit of each block.
         how: FSDP's options.
         calls: of the program, in old rows, of all micro-batches.
+        labels: what each of them is of.
         staged: whether they are a stage's. Where gradients add up whole, its units are then reduced after the last
             backward pass of their part, as torch's pipelines do (`torch.distributed.pipelining`), not within it.
     """
@@ -97,16 +98,23 @@ class UnitSchedule:
         names: Sequence[Sequence[Collection[str]]],
         how: How,
         calls: Sequence[Call],
+        labels: Sequence[PassLabel],
         staged: bool,
     ) -> None:
         self.graph, self.units, self.names, self.how, self.staged = graph, units, names, how, staged
         self._cuts: dict[tuple[int, int, int], list[tuple[t.Phase, int, int, int]]] = {}
-        self.pieces = [piece for call in calls for piece in self._cut(call)]
+        cut = [(piece, label) for call, label in zip(calls, labels, strict=True) for piece in self._cut(call)]
+        self.pieces = [piece for piece, _ in cut]
         self.part_of: dict[UnitInstance, _Part] = {}
         self._find_parts()
         self.last = max((call[4] for call in calls), default=0)
         self.first = min((call[4] for call in calls), default=0)
-        self.items = list(self._items())
+        self._at = 0
+        self.items: list[Call | Done] = []
+        self.labels: list[PassLabel] = []
+        for item in self._items():
+            self.items.append(item)
+            self.labels.append(cut[self._at][1])
 
     def _cut(self, call: Call) -> Iterator[Piece]:
         """A call cut where the phase or the unit changes; its operations as rows of the old table."""
@@ -191,7 +199,8 @@ class UnitSchedule:
         issued: set[tuple[UnitInstance, int]] = set()
         gathered: set[tuple[UnitInstance, int]] = set()
         regathered: set[tuple[UnitInstance, int]] = set()
-        for phase, place, call in self.pieces:
+        for at, (phase, place, call) in enumerate(self.pieces):
+            self._at = at
             micro_batch, part = call[4], self.part_of.get(place)
             if part is None or phase == t.Phase.OPTIMIZER:
                 yield call
@@ -702,6 +711,12 @@ class FullyShard:
             PlanError: a number is out of range, micro-batches are given for a pipeline, or the sharding group does
                 not divide the ranks.
         """
+        return self.labelled(graph)[0]
+
+    def labelled(
+        self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None = None
+    ) -> tuple[JobGraph, list[list[PassLabel]]]:
+        """The job graph, and for each of its programs what its calls are of; as `DataParallel.labelled`."""
         shard, staged = self.replicas if self.shard is None else self.shard, isinstance(graph, JobGraph)
         check_sizes(self.replicas, self.micro_batches, staged)
         if shard < 1 or self.replicas % shard:
@@ -711,7 +726,8 @@ class FullyShard:
         mesh = data_mesh(graph.mesh, (*replicate, Axis(name=SHARD, size=shard)))
         gradients = frozenset(final_gradients(graph))
         division = Division(graph=graph, mesh=mesh, gradients=gradients, copies=(REPLICATE,))
-        return _Writer(self, graph, division, self._how(graph)).job()
+        writer = _Writer(self, graph, division, self._how(graph), labels)
+        return writer.job(), [schedule.labels for schedule in writer.schedules]
 
     def _how(self, graph: Graph) -> How:
         staged = isinstance(graph, JobGraph)
@@ -730,7 +746,15 @@ class FullyShard:
 
 
 class _Writer:
-    def __init__(self, options: FullyShard, graph: StepGraph | JobGraph, division: Division, how: How) -> None:
+    def __init__(
+        self,
+        options: FullyShard,
+        graph: StepGraph | JobGraph,
+        division: Division,
+        how: How,
+        labels: Sequence[Sequence[PassLabel]] | None,
+    ) -> None:
+        self.whole = labels is None
         self.options, self.graph, self.division, self.how = options, graph, division, how
         self.staged = isinstance(graph, JobGraph)
         self.builder = empty_copy(graph)
@@ -740,19 +764,30 @@ class _Writer:
             [actions(unit, self.units.is_main(number), how, division) for unit in units]
             for number, units in enumerate(self.units.of_block)
         ]
-        self.schedules = [self._schedule(program) for program in graph.programs]
+        self.schedules = [
+            self._schedule(program, [UPDATE] * len(program.calls) if labels is None else labels[number])
+            for number, program in enumerate(graph.programs)
+        ]
 
-    def _schedule(self, program: Program) -> UnitSchedule:
-        return UnitSchedule(self.graph, self.units, self.names, self.how, self._calls(program), self.staged)
+    def _schedule(self, program: Program, labels: Sequence[PassLabel]) -> UnitSchedule:
+        calls = self._calls(program, labels)
+        own = [call for call, _ in calls]
+        return UnitSchedule(
+            self.graph, self.units, self.names, self.how, own, [label for _, label in calls], self.staged
+        )
 
-    def _calls(self, program: Program) -> list[Call]:
+    def _calls(self, program: Program, labels: Sequence[PassLabel]) -> list[tuple[Call, PassLabel]]:
         """The calls of all micro-batches; a pipeline's without those that add up whole gradients if shards do."""
-        calls: list[Call] = [(b, x, y, i, m) for b, x, y, i, m in program.calls.tolist() if y > x]
+        every = zip(program.calls.tolist(), labels, strict=True)
+        calls = [((b, x, y, i, m), label) for (b, x, y, i, m), label in every if y > x]
         if self.staged:
-            return [c for c in calls if self.how.whole or self.graph.blocks[c[0]].name != ACCUMULATE]
-        passes, update = split_at_optimizer(self.graph, calls)
+            return [c for c in calls if self.how.whole or self.graph.blocks[c[0][0]].name != ACCUMULATE]
+        passes, update = split_at_optimizer(self.graph, [call for call, _ in calls])
         count = self.options.micro_batches
-        return [c for m in range(count) for c in in_micro_batch(passes, m)] + in_micro_batch(update, count - 1)
+        runs: list[tuple[Call, PassLabel]] = [
+            (call, ("forward", m, 0)) for m in range(count) for call in in_micro_batch(passes, m)
+        ]
+        return runs + [(call, UPDATE) for call in in_micro_batch(update, count - 1)]
 
     def job(self) -> JobGraph:
         """Writes everything."""
@@ -781,7 +816,7 @@ class _Writer:
             self.builder.program(
                 calls, role=program.role or "replica", coordinates=program.coordinates, ranks=program.ranks
             )
-        return self.builder.build(JobGraph)
+        return self.builder.build(JobGraph, whole=self.whole)
 
     def _before(self) -> list[dict[int | None, list[UnitAction]]]:
         """Of each block, what is done before which operation; the programs that call it agree."""

@@ -44,6 +44,12 @@ class MeshOrder:
         Raises:
             PlanError: the mesh has an axis that the order does not name.
         """
+        made = self.ordered(graph)
+        verify(made)
+        return made
+
+    def ordered(self, graph: JobGraph) -> JobGraph:
+        """The same without verifying, for a job of which some stages are not written."""
         place = {name: at for at, name in enumerate(self.order)}
         for axis in graph.mesh:
             if _family(axis.name) not in place:
@@ -56,9 +62,7 @@ class MeshOrder:
             moved = [coordinates[index[axis.name]] for axis in mesh] if group.ranks else []
             ranks = np.ravel_multi_index(moved, [axis.size for axis in mesh]).tolist() if group.ranks else ()
             numbers.append(replace(group, ranks=tuple(ranks)))
-        ordered = replace(graph, mesh=mesh, groups=tuple(numbers))
-        verify(ordered)
-        return ordered
+        return replace(graph, mesh=mesh, groups=tuple(numbers))
 
 
 def _family(name: str) -> str:

@@ -22,8 +22,9 @@ kernels of four bytes, are not counted here. Overflow flags it reduces by their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -32,7 +33,7 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
-from echograph.ir.graph import Axis, Graph, JobGraph, Program, StepGraph
+from echograph.ir.graph import Axis, Graph, JobGraph, Program, StepGraph, kept
 from echograph.ir.passes.rewrite import Call
 from echograph.ir.types import Attention, OpKind, Phase, TensorRole
 
@@ -43,7 +44,8 @@ MICRO_BATCH_AXES = (DATA, REPLICATE, SHARD, EXPERT)
 DATA_AXES = (*MICRO_BATCH_AXES, CONTEXT)
 
 
-def reduction_axes(mesh: Iterable[Axis], sharded: Sequence[str]) -> tuple[str, ...]:
+@lru_cache(maxsize=4096)
+def reduction_axes(mesh: tuple[Axis, ...], sharded: tuple[str, ...]) -> tuple[str, ...]:
     """The data axes, in the order of the mesh, whose ranks each hold a summand of a gradient.
 
     Args:
@@ -72,6 +74,7 @@ class Gradient:
     ready: ProgramPoint
 
 
+@kept
 def final_gradients(graph: Graph) -> list[int]:
     """The tensors that hold the parameters' gradients when backward is done, as rows of the tensor table.
 

@@ -20,7 +20,9 @@ from echograph.ir.types import Phase, Tensor
 
 __all__ = [
     "ACCUMULATE",
+    "UPDATE",
     "Call",
+    "PassLabel",
     "accumulate",
     "add_to_gradient",
     "copy_blocks",
@@ -31,6 +33,10 @@ __all__ = [
 ]
 
 Call = tuple[int, int, int, int, int]
+PassLabel = tuple[str, int, int]
+"""What a call is of: a kind of pass, a micro-batch, and a chunk of the stage's."""
+UPDATE: PassLabel = ("update", 0, 0)
+"""The optimizer's calls, once all passes are done."""
 G = TypeVar("G", bound=Graph)
 ACCUMULATE = "accumulate"
 """Name of the blocks that add a micro-batch's gradients to those of the ones before it."""

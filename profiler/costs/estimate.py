@@ -96,7 +96,13 @@ LONGEST_S = 2.0**62 / PS_PER_S
 """What the clock of whole picoseconds in 64 bits counts, with room to add."""
 
 
-def estimate(graph: Graph, device: DeviceProfile, slower: float = 1.0) -> Annotate:
+Known = dict[Hashable, tuple[CostEstimate, str]]
+"""Costs of operations on one device, by what they depend on."""
+
+
+def estimate(
+    graph: Graph, device: DeviceProfile, slower: float = 1.0, known_costs: Known | None = None
+) -> Annotate:
     """Durations of the device operations of a graph, to be put on it; views and host work get none.
 
     An operation that already has a duration on this device keeps it, since a measured one is better, and so does
@@ -106,6 +112,7 @@ def estimate(graph: Graph, device: DeviceProfile, slower: float = 1.0) -> Annota
         graph: the graph.
         device: what runs it.
         slower: how much longer kernels of tensor cores take than on a typical board (`power.slowest_of`).
+        known_costs: those of this device that other graphs have asked for; gets this one's.
 
     Raises:
         GraphError: an operation's operands contradict each other, or it takes longer than the clock counts.
@@ -117,14 +124,18 @@ def estimate(graph: Graph, device: DeviceProfile, slower: float = 1.0) -> Annota
     known[graph.ops.duration.rows[graph.ops.duration_source == Source.IMPORTED]] = 0
     works = np.isin(graph.ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~graph.ops.is_view & (known == NONE)
     rows = np.flatnonzero(works).tolist()
-    memo: dict[Hashable, tuple[CostEstimate, str]] = {}
+    memo: Known = {}
+    costs = {} if known_costs is None else known_costs
     cores: list[str] = []
     for row, key in zip(rows, _signatures(graph, rows), strict=True):
         if key not in memo:
             op = graph.ops[row]
             assert isinstance(op, Compute | Copy)
             operands = [graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]
-            memo[key] = cost_of(op, operands, device), _core(op, operands)
+            what = _identity(op, operands)
+            if what not in costs:
+                costs[what] = cost_of(op, operands, device), _core(op, operands)
+            memo[key] = costs[what]
         cost, core = memo[key]
         cores.append(core)
         if not float(cost.seconds) < LONGEST_S:
@@ -195,6 +206,14 @@ def _signatures(graph: Graph, rows: list[int]) -> Iterator[Hashable]:
     for row, *rest in zip(rows, *(column[rows].tolist() for column in columns), strict=True):
         inputs, outputs = (tuple(of[i] for i in side[row].tolist()) for side in (ops.inputs, ops.outputs))
         yield *rest, inputs, outputs
+
+
+def _identity(op: Compute | Copy, operands: _InOut) -> Hashable:
+    """What the cost of an operation depends on, in any graph."""
+    shapes = tuple(tuple((tensor.dtype, tensor.shape) for tensor in side) for side in operands)
+    if isinstance(op, Copy):
+        return op.name, op.nbytes, shapes
+    return op.name, op.phase, op.attributes, op.flops, op.bytes_read, op.bytes_written, shapes
 
 
 def cost_of(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> CostEstimate:

@@ -17,6 +17,9 @@ order, their *course*, is worked out once for all.
 Gradients are taken when the first micro-batch makes them and live until the step's end (`zero_grad` sets them to
 None); later micro-batches make theirs beside them and add it at once. A gradient that no operation makes, a buffer
 to add up in, exists before the step, as parameters and optimizer state do.
+
+What one micro-batch makes and another one uses (what is put off until the pipeline drains) is a buffer too, and
+lives from the operation that makes it until its last reader in the order of the step.
 """
 
 from __future__ import annotations
@@ -91,6 +94,7 @@ class Memories:
         role: a `TensorRole`, `COMMUNICATION` or `WORKSPACE`.
         stream: stream of the operation that takes it; the first for what exists before the step.
         made: whether an operation makes it, rather than writes into what is there.
+        begins: whether an operation makes the tensor itself, so that it is not there before.
         fresh: for every output of the job's operations, whether it is made, not an input written in place.
         spans: what operations touch, by block and rows, as far as it is known already.
 
@@ -111,16 +115,19 @@ class Memories:
                 ~job.tensors.port[block.tensors.start : block.tensors.stop]
             )
             size = np.where(job.tensors.alias_of[rows] == NONE, job.tensors.nbytes[rows], 0)
-            of_one = (size, job.tensors.role[rows], streams[rows], maker[rows] != NONE)
+            made, begins = maker[rows] != NONE, np.asarray(job.maker)[rows] != NONE
+            of_one = (size, job.tensors.role[rows], streams[rows], made, made & begins)
             parts.append(tuple(np.tile(column, len(block.instances)) for column in of_one))
         for role, size in ((COMMUNICATION, buffers), (WORKSPACE, workspaces)):
             for block in job.blocks:
                 rows = np.arange(block.ops.start, block.ops.stop)
-                of_one = (size[rows], np.full(len(rows), role), job.ops.stream[rows], np.ones(len(rows), np.bool_))
+                made = np.ones(len(rows), np.bool_)
+                of_one = (size[rows], np.full(len(rows), role), job.ops.stream[rows], made, made)
                 parts.append(tuple(np.tile(column, len(block.instances)) for column in of_one))
-        self.size, self.role, self.stream, self.made = (
-            np.concatenate([part[i] for part in parts]).astype(np.int64) for i in range(4)
+        self.size, self.role, self.stream, self.made, begins = (
+            np.concatenate([part[i] for part in parts]).astype(np.int64) for i in range(5)
         )
+        self.begins: Bools = begins == 1
         # Each micro-batch has its own; a gradient may stand beside the one that it is added to.
         often = len(distinct(np.concatenate([program.calls[:, 4] for program in job.programs])))
         if not 2.0 * often * float(self.size.sum(dtype=np.float64)) < 2**63:
@@ -355,6 +362,25 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Crossings:
+    """What one micro-batch makes and another one uses.
+
+    Attributes:
+        memory: memories.
+        taken: call that takes each.
+        taken_at: offset of the operation that does.
+        freed: call that gives each back.
+        freed_at: offset of the operation after which.
+    """
+
+    memory: Int64 = field(default_factory=lambda: _EMPTY)
+    taken: Int64 = field(default_factory=lambda: _EMPTY)
+    taken_at: Int64 = field(default_factory=lambda: _EMPTY)
+    freed: Int64 = field(default_factory=lambda: _EMPTY)
+    freed_at: Int64 = field(default_factory=lambda: _EMPTY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Touches:
     """Memories that a call touches, offsets of the first and last operation that does, whether one makes it."""
 
@@ -373,6 +399,7 @@ class Lifetimes:
         course: number of the course of each call.
         position: position of each call in its course.
         courses: the different courses.
+        crossings: what no course has, since several use it.
     """
 
     def __init__(self, memories: Memories, program: int) -> None:
@@ -380,6 +407,7 @@ class Lifetimes:
         self.calls = self.job.programs[program].calls
         key, self._keys = _kinds(self.calls, len(self.job.ops))
         self._touched = self._find_touches()
+        self.crossings = self._find_crossings(key)
         self.course = np.zeros(len(self.calls), np.int64)
         self.position = np.zeros(len(self.calls), np.int64)
         known: dict[tuple[int, ...], int] = {}
@@ -388,6 +416,8 @@ class Lifetimes:
             self.course[rows] = known.setdefault(course, len(known))
             self.position[rows] = np.arange(len(rows))
         self.courses = tuple(self._work_out(course) for course in known)
+        ends = np.concatenate([self.crossings.taken, self.crossings.freed])
+        self._crossed = {call: self._with_crossings(call) for call in distinct(ends).tolist()}
 
     @cached_property
     def before(self) -> Int64:
@@ -403,12 +433,57 @@ class Lifetimes:
         if len(self.job.programs) == 1:
             touched |= memories.role != TensorRole.GRADIENT
         owned = owned & touched
+        owned[self.crossings.memory] = False
         found = np.flatnonzero(owned)
         return np.asarray(found[np.lexsort((found, -self.memories.size[found]))])
 
     def events(self, call: int) -> CallEvents:
         """What a call takes and gives back."""
+        return self._crossed.get(call) or self._of_course(call)
+
+    def _of_course(self, call: int) -> CallEvents:
         return self.courses[int(self.course[call])].events[int(self.position[call])]
+
+    def _with_crossings(self, call: int) -> CallEvents:
+        own, crossings = self._of_course(call), self.crossings
+        take, free = crossings.taken == call, crossings.freed == call
+        return replace(
+            own,
+            taken=np.concatenate([own.taken, crossings.memory[take]]),
+            taken_at=np.concatenate([own.taken_at, crossings.taken_at[take]]),
+            freed=np.concatenate([own.freed, crossings.memory[free]]),
+            freed_at=np.concatenate([own.freed_at, crossings.freed_at[free]]),
+        )
+
+    def _find_crossings(self, kind: Int64) -> Crossings:
+        """Buffers that an operation makes before another reads them, in calls that are like no other.
+
+        Args:
+            kind: of each call.
+        """
+        memories = self.memories
+        within = (memories.role == TensorRole.BUFFER) & memories.begins & (memories.size > 0)
+        if not within.any():
+            return Crossings()
+        call, often = np.unique(kind, return_index=True, return_counts=True)[1:]
+        chosen = [within[its.memory] for its in self._touched]
+        memory, first, last, made = (
+            np.concatenate([_EMPTY, *(getattr(its, of)[c] for its, c in zip(self._touched, chosen, strict=True))])
+            for of in ("memory", "first", "last", "made")
+        )
+        number = np.repeat(np.arange(len(chosen)), [int(c.sum()) for c in chosen])
+        order = np.lexsort((call[number], memory))
+        memory, first, last, made, number = (c[order] for c in (memory, first, last, made, number))
+        begin = np.flatnonzero(np.diff(memory, prepend=NONE))
+        if not len(begin):
+            return Crossings()
+        end = np.append(begin[1:], len(memory)) - 1
+        known = np.logical_and.reduceat(often[number] == 1, begin) & (made[begin] == 1)
+        begin, end = begin[known], end[known]
+        return Crossings(
+            memory=memory[begin], taken=call[number[begin]], taken_at=first[begin],
+            freed=call[number[end]], freed_at=last[end],
+        )  # fmt: skip
 
     def _work_out(self, course: tuple[int, ...]) -> Course:
         touches = [self._touched[number] for number in course]
@@ -423,6 +498,7 @@ class Lifetimes:
         taken, taken_at, freed, freed_at = position[at], first[at], position[end], last[end]
         self._extend(course, unique, freed, freed_at)
         role, outlives = self.memories.role[unique], self.memories.before[unique]
+        outlives = outlives | np.isin(unique, self.crossings.memory)
         own = (role != TensorRole.GRADIENT) & ~outlives
         gradient = (role == TensorRole.GRADIENT) & ~outlives
         made = np.concatenate([_EMPTY, *(t.made for t in touches)])
@@ -595,7 +671,7 @@ class Usage:
         if self.top is None:
             return found[0]
         top, offset = self.top
-        found.append(self._gradients_alive(top, offset))
+        found += [self._gradients_alive(top, offset), self._crossing(top, offset)]
         micro_batch = self.calls[:, 4]
         for number in distinct(micro_batch).tolist():
             rows = np.flatnonzero(micro_batch == number)
@@ -614,6 +690,12 @@ class Usage:
             if call < top and now.get(memory) == (offset, 1):
                 alive.append(memory)
         return np.array(alive, np.int64)
+
+    def _crossing(self, top: int, offset: int) -> Int64:
+        its = self.lifetimes.crossings
+        taken = (its.taken < top) | ((its.taken == top) & (its.taken_at <= offset))
+        freed = (its.freed < top) | ((its.freed == top) & (its.freed_at < offset))
+        return np.asarray(its.memory[taken & ~freed])
 
     def _alive_of(self, position: int, rows: Int64, top: int, offset: int) -> Int64:
         """Of one micro-batch whose call number `position` is the one at the peak, or the next after it."""
@@ -650,6 +732,7 @@ class Usage:
         if int((self.calls[calls, 2] - self.calls[calls, 1]).sum()) > MAX_REPLAYED:
             return None
         held: dict[tuple[int, int], CachedBlock] = {}
+        crossing = set(self.lifetimes.crossings.memory.tolist())
         size, stream = self.lifetimes.memories.size, self.lifetimes.memories.stream
         for nbytes in (*size[self.lifetimes.before].tolist(), *also):
             if nbytes and allocator.allocate(nbytes) is None:
@@ -661,14 +744,17 @@ class Usage:
                 steps[key] = self._in_order(self.lifetimes.events(call), size, stream)
             micro_batch = int(self.calls[call, 4])
             for kind, memory, nbytes, where in steps[key]:
+                whose = NONE if memory in crossing else micro_batch
                 if kind == _FREE:
-                    allocator.free(held.pop((memory, micro_batch)))
+                    # The micro-batch that took what crosses may not be among those that are replayed.
+                    if whose != NONE or (memory, whose) in held:
+                        allocator.free(held.pop((memory, whose)))
                 elif kind != _TOUCH_GRADIENT or self.gradient_from[memory] == call:
                     block = allocator.allocate(nbytes, where)
                     if block is None:
                         return False
                     if kind == _TAKE:
-                        held[memory, micro_batch] = block
+                        held[memory, whose] = block
                     elif self.gradient_from[memory] != call:
                         allocator.free(block)
         return True

@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +18,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import megatron_page, megatron_tests
 from benchmarks.accuracy import replace_part
 
-FIELDS = ("id", "source", "gpu", "platform", "iteration_s_median", "mem_allocated_bytes",
-          "mem_max_allocated_bytes", "env", "args", "gpus", "script", "kind")  # fmt: skip
+FIELDS = ("id", "source", "gpu", "platform", "iteration_s_median", "iteration_s_min", "iteration_s_p90",
+          "mem_allocated_bytes", "mem_max_allocated_bytes", "env", "args", "gpus", "script", "kind")  # fmt: skip
 
 
 def line(name: str, platform: str = "dev_dgx_h100", **other: str) -> dict[str, str]:
     return {
         "id": f"{name}@{platform}", "source": f"repo@0:tests/{name}/golden.json", "gpu": "H100",
-        "platform": platform, "iteration_s_median": "0.5", "mem_allocated_bytes": "100",
+        "platform": platform, "iteration_s_median": "0.5", "iteration_s_min": "0.4", "iteration_s_p90": "0.6",
+        "mem_allocated_bytes": "100",
         "mem_max_allocated_bytes": "200", "env": '{"NVTE_FLASH_ATTN": 1, "NCCL_ALGO": "Ring"}',
         "args": '{"num-layers": 2, "bf16": true, "swiglu": false}', "gpus": "8", "script": "pretrain_gpt.py",
         "kind": "training", **other,
@@ -94,9 +96,26 @@ def test_a_failed_simulation_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert first == "0 of 1 sets of arguments captured" and "simulation" in second
 
 
+def test_a_run_s_spread_is_the_slow_iterations_over_the_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = SimpleNamespace(
+        step_ps=10**12, memory=SimpleNamespace(programs={"every rank": 3}, at_rest={"every rank": 2})
+    )
+    monkeypatch.setattr("echograph.load", lambda _: None)
+    monkeypatch.setattr("echograph.simulate", lambda *_: result)
+    (test,) = megatron_tests.tests_of(written(tmp_path / "table.csv", line("gpt/a")), tmp_path)
+    (found,) = megatron_tests._simulated(test, tmp_path)
+    assert (
+        found["spread"] == pytest.approx(1.5)
+        and found["predicted_s"] == 1.0
+        and found["predicted_rest_bytes"] == 2
+    )
+
+
 def row(name: str, gpu: str = "H100", hidden: int = 512, **other: Any) -> dict[str, Any]:
     return {
-        "id": name, "gpu": gpu, "hidden_size": hidden, "measured_s": 1.0, "predicted_s": 1.1,
+        "id": name, "gpu": gpu, "hidden_size": hidden, "measured_s": 1.0, "predicted_s": 1.1, "spread": 1.0,
         "measured_peak_bytes": 100, "predicted_peak_bytes": 80, "measured_rest_bytes": 50,
         "predicted_rest_bytes": 51, **other,
     }  # fmt: skip
@@ -112,13 +131,21 @@ def test_the_page_has_what_counts_and_what_does_not(tmp_path: Path) -> None:
     ]
     part = megatron_page.page_part(records, tmp_path / "page")
     assert part.startswith("2 of 3 sets of arguments are captured (67 %), 2 measurements are compared.")
-    assert "| H100 | 2 | 10.0 % | +10.0 % | 1.00 | 20.0 % | -20.0 % | -20.0 % | 2.0 % | +2.0 % |" in part
-    assert "| H100, hidden size 2,048 and more | 1 |" in part and "| A100 |" not in part
+    assert "| H100 | 2 | 2 | 10.0 % | +10.0 % | 1.00 | 20.0 % | -20.0 % | -20.0 % | 2.0 % | +2.0 % |" in part
+    assert "| H100, hidden size 2,048 and more | 1 | 1 |" in part and "| A100 |" not in part
     assert "| gpt/b | --this\\|that: leave it out |" in part
     assert wrong in part
     assert {path.name for path in (tmp_path / "page").iterdir()} == {"megatron-step.png", "megatron-memory.png"}
     page = "kept\n<!-- megatron -->\nold\n<!-- end megatron -->\n"
     assert replace_part(page, "megatron", part) == f"kept\n<!-- megatron -->\n{part}<!-- end megatron -->\n"
+
+
+def test_times_of_runs_that_were_not_steady_are_not_judged() -> None:
+    rows = [row("gpt/a@x"), row("gpt/b@x", predicted_s=3.1, spread=1.5), row("gpt/c@x", "A100", spread=9.0)]
+    (_, _, both, without) = megatron_page.errors_table(rows).splitlines()
+    assert both.startswith("| H100 | 2 | 1 | 10.0 % | +10.0 % | 1.00 | 20.0 % |")
+    assert without.startswith("| A100 | 1 | 0 |  |  |  | 20.0 % |")
+    assert megatron_page.with_all(rows) == "of all runs the mean error is H100 110.0 %, A100 10.0 %"
 
 
 @pytest.mark.parametrize(

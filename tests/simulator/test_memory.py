@@ -359,3 +359,26 @@ def test_the_tensors_of_the_peak_are_named() -> None:
     head, *lines = found.listed(3)
     assert found.peak_at["operator"] in head
     assert lines == [f"  {tensor}" for tensor in found.tensors[:3]]
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_what_another_micro_batch_uses_lives_from_its_maker_to_its_last_reader(repeated: bool) -> None:
+    """A buffer that the step makes; one of calls that come again cannot be told apart, and stays throughout."""
+    b = GraphBuilder(name="put off")
+    size = (1024, 256)
+    x, y, z = (b.tensor(name, size, DType.FP32, TensorRole.ACTIVATION) for name in "xyz")
+    put_off = b.tensor("put_off", size, DType.FP32, TensorRole.BUFFER)
+    b.compute("first", phase=Phase.FORWARD, outputs=(x,), bytes_written=1)
+    b.compute("kept", phase=Phase.BACKWARD, inputs=(x,), outputs=(put_off,), bytes_written=1)
+    b.compute("other", phase=Phase.FORWARD, outputs=(y,), bytes_written=1)
+    b.compute("drain", phase=Phase.BACKWARD, inputs=(put_off,), outputs=(z,), bytes_written=1)
+    calls = [(0, 0, 2, 0, 0), (0, 2, 3, 0, 1), (0, 3, 4, 0, 2), (0, 2, 3, 0, 3)]
+    b.program(calls + [(0, 0, 2, 0, 4), (0, 3, 4, 0, 5)] * repeated, role="rank")
+    job = b.build(JobGraph)
+    found, kept = of(job), 2**20 * repeated
+    assert found.at_rest_bytes == kept
+    assert [nbytes for _, nbytes in found.curve[:4]] == [2**21, 2**21, 2**21, 2**20 + kept]
+    assert found.by_role["buffer"] == 2**20
+    allocator = CachingAllocator()
+    assert usage(job).replay(allocator)
+    assert allocator.allocated_bytes == kept

@@ -24,11 +24,13 @@ from itertools import zip_longest
 from math import prod
 from typing import Any, ClassVar
 
+import numpy as np
+
 from echograph.errors import PlanError
 from echograph.ir import types as t
-from echograph.ir.builder import GraphBuilder
+from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
 from echograph.ir.columns import NONE
-from echograph.ir.graph import Axis, JobGraph, StepGraph
+from echograph.ir.graph import Axis, JobGraph, StepGraph, kept
 from echograph.ir.passes.model import adds_up, axes_group, final_gradients
 from echograph.ir.passes.pipeline.placement import (
     OptimizerPlacer,
@@ -40,8 +42,8 @@ from echograph.ir.passes.pipeline.placement import (
     place,
     route,
 )
-from echograph.ir.passes.pipeline.schedules import SPLIT, Computation, check_schedule, order
-from echograph.ir.passes.rewrite import Call, accumulate, empty_copy, in_micro_batch
+from echograph.ir.passes.pipeline.schedules import SPLIT, Action, Computation, check_schedule, order
+from echograph.ir.passes.rewrite import UPDATE, Call, PassLabel, accumulate, empty_copy, in_micro_batch
 from echograph.ir.types import Tensor, TensorRole
 
 BlockInstance = tuple[int, int]
@@ -80,10 +82,15 @@ class Layers:
         graph: the step.
         parts: the part of each operation.
         leads: for layers that bear launches, the operations that do.
+        written: the layers that are written; None: all.
     """
 
     def __init__(
-        self, graph: StepGraph, parts: list[PipelinePhase], leads: dict[BlockInstance, frozenset[int]]
+        self,
+        graph: StepGraph,
+        parts: list[PipelinePhase],
+        leads: dict[BlockInstance, frozenset[int]],
+        written: Container[BlockInstance] | None = None,
     ) -> None:
         self.graph, self.parts = graph, parts
         self.blocks: list[LayerBlock] = []
@@ -92,6 +99,8 @@ class Layers:
         for number, block in enumerate(graph.blocks[1:], 1):
             alike: dict[frozenset[int], LayerBlock] = {}
             for index in range(len(block.instances)):
+                if written is not None and (number, index) not in written:
+                    continue
                 led = leads.get((number, index), frozenset())
                 made = alike.setdefault(led, LayerBlock(block=number, leads=led))
                 self.of[number, index] = made, len(made.instances)
@@ -110,25 +119,18 @@ class Layers:
             self._write(made, builder)
 
     def _write(self, made: LayerBlock, builder: GraphBuilder) -> None:
-        block = self.graph.blocks[made.block]
-        tensors = builder.tensor_count() - block.tensors.start
-        for tensor in self.graph.tensors[block.tensors.start : block.tensors.stop]:
-            alias = None if tensor.alias_of is None else tensor.alias_of + tensors
-            builder.tensor(
-                tensor.name, tensor.shape, tensor.dtype, tensor.role, alias_of=alias, port=tensor.port,
-                sharded=tensor.sharded,
-            )  # fmt: skip
+        graph = self.graph
+        block = graph.blocks[made.block]
         made.begin = builder.op_count()
-        for row in made.places:
-            op = self.graph.ops[row]
-            changes: dict[str, object] = {
-                "inputs": [tensor + tensors for tensor in op.inputs],
-                "outputs": [tensor + tensors for tensor in op.outputs],
-                "deps": [made.begin + made.places[before] for before in op.deps],
-            }
-            if isinstance(op, t.Compute) and op.forward_op is not None and op.forward_op >= 0:
-                changes["forward_op"] = made.begin + made.places[op.forward_op]
-            builder.add(with_lead(op, leads=row in made.leads), **changes)
+        tensors = np.arange(len(graph.tensors)) + (builder.tensor_count() - block.tensors.start)
+        rows, ops = np.array(list(made.places), np.int64), np.full(len(graph.ops), NONE)
+        ops[rows] = made.begin + np.arange(len(rows))
+        shares = [i for i, value in enumerate(graph.ops.attribute_values) if isinstance(value, t.MultiTensor)]
+        launches = rows[np.isin(graph.ops.attributes[rows], shares)].tolist()
+        led = {row: with_lead(graph.ops[row], leads=row in made.leads) for row in launches}
+        attributes = {row: op.attributes for row, op in led.items() if isinstance(op, t.Compute) and op.attributes}
+        copy_tensors(builder, graph, np.arange(block.tensors.start, block.tensors.stop), tensors)
+        copy_ops(builder, graph, rows, tensors, ops, attributes)
 
     def number(self, first_id: int, first_op_id: int) -> tuple[int, int]:
         """Gives the blocks their ids, from the first ones on; returns those after them."""
@@ -200,6 +202,7 @@ def leaders(
     return set(main.values()), led
 
 
+@kept
 def _launches(graph: StepGraph) -> dict[tuple[int, int, int], int]:
     """For each (block, instance, operation) that shares a launch, which one; its first share leads."""
     shares = {i: v.leads for i, v in enumerate(graph.ops.attribute_values) if isinstance(v, t.MultiTensor)}
@@ -224,6 +227,7 @@ class PipelineContext:
         parts: the part of every operation.
         layers: the layers' blocks.
         leads: (chunk, operation of the main block) that bear a launch on their stage.
+        leading_layers: for layers that bear launches, the operations that do.
         stages: chunk k is on stage k modulo this.
         group: the group of the stages.
         shared: for every gradient that chunks share, the group that all-reduces it; None where two exchange it.
@@ -236,6 +240,7 @@ class PipelineContext:
     parts: list[PipelinePhase]
     layers: Layers
     leads: set[tuple[int, int]]
+    leading_layers: dict[BlockInstance, frozenset[int]]
     stages: int
     group: int
     shared: dict[int, int | None]
@@ -273,6 +278,71 @@ class PipelineContext:
         """Whether the optimizer has a tensor on a stage."""
         source = self.graph.source(*self.graph.locate_tensor(tensor))
         return source is None or self.runs(stage, source) or self.is_flag(tensor)
+
+    def of_stages(self, stages: Container[int]) -> PipelineContext:
+        """The same with the layers of some stages alone."""
+        written = {layer for layer, chunk in self.placement.instances.items() if chunk % self.stages in stages}
+        return replace(self, layers=Layers(self.graph, self.parts, self.leading_layers, written))
+
+    def stages_alike(self) -> list[int]:
+        """For every stage the first that does the same on layers of its own, as far from the stages around it.
+
+        The first stage and the last stand for themselves.
+        """
+        found: dict[object, int] = {}
+        ends = (0, self.stages - 1)
+        base: dict[tuple[int, int], int] = {}
+        mine: dict[int, list[BlockInstance]] = {}
+        for (block, instance), chunk in self.placement.instances.items():
+            base.setdefault((chunk, block), instance)
+            mine.setdefault(chunk, []).append((block, instance))
+        rows: dict[int, list[int]] = {}
+        for row, chunks in self.placement.ops.items():
+            for chunk in chunks:
+                rows.setdefault(chunk, []).append(row)
+        stood = []
+        for stage in range(self.stages):
+            own = range(stage, self.placement.chunks, self.stages)
+            what = [self._chunk_alike(chunk, mine.get(chunk, []), rows.get(chunk, []), base) for chunk in own]
+            stood.append(found.setdefault((stage if stage in ends else -1, *what), stage))
+        return stood
+
+    def _chunk_alike(
+        self, number: int, layers: list[BlockInstance], rows: list[int], base: dict[tuple[int, int], int]
+    ) -> object:
+        """What a chunk holds, and is given, with layers and chunks counted from its own."""
+        graph, placement = self.graph, self.placement
+
+        def place(tensor: int) -> tuple[int, ...]:
+            block, instance, row = graph.locate_tensor(tensor)
+            if not block:
+                return (row,)
+            chunk = placement.instances[block, instance]
+            return block, chunk - number, instance - base.get((number, block), base[chunk, block]), row
+
+        def instances() -> Iterator[object]:
+            for layer in layers:
+                its, where = graph.blocks[layer[0]].instances[layer[1]], self.layers.of[layer][0]
+                yield layer[0], where.leads, tuple(map(place, its.bindings))
+
+        up, down = self.routes.up, self.routes.down
+        below = down[number - 1 : number] if number else ()
+        crossing = (up[number : number + 1], up[number + 1 : number + 2], down[number : number + 1], below)
+        return (
+            tuple(sorted(rows)),
+            tuple(instances()),
+            tuple(tuple(tuple(map(place, tensors)) for tensors in side) for side in crossing),
+            tuple(row for row in sorted(rows) if (number, row) in self.leads),
+            tuple(gradient for chunk, gradient in self.placement.shares if chunk == number),
+            tuple(tuple(map(place, its)) for its in self._stagewide_inputs(number)),
+        )
+
+    def _stagewide_inputs(self, chunk: int) -> Iterator[list[int]]:
+        """Ids of what a stage has of the inputs of operations that every stage runs, in its first chunk."""
+        graph = self.graph
+        for row in sorted(self.placement.stagewide) if chunk < self.stages else ():
+            inputs = (graph.tensor_id(0, 0, tensor) for tensor in graph.ops.inputs.row(row))
+            yield [tensor for tensor in inputs if self.has(chunk, tensor)]
 
     def exchanges(self, chunks: list[Chunk]) -> frozenset[int]:
         """Rows of the job's operations that exchange rows of experts."""
@@ -743,6 +813,23 @@ def _untouched(graph: StepGraph) -> Iterator[int]:
 
 
 MAX_STAGES = 4096
+DISTINCT_MICRO_BATCHES = 3
+"""The first, those between, and the last: gradients are not added yet, added, or added and reduced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StagesAlike:
+    """The stages of a pipeline that differ (`Pipeline.alike`).
+
+    Attributes:
+        job: a program for each of them, ascending.
+        labels: for each program, the pass that each of its calls is of; `UPDATE` for the optimizer's.
+        stand_for: for every stage of the pipeline, the stage that stands for it.
+    """
+
+    job: JobGraph
+    labels: list[list[PassLabel]]
+    stand_for: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -781,7 +868,56 @@ class Pipeline:
                 stages in a way that a pipeline cannot, as an optimizer kernel over all parameters would.
             UnknownNameError: no such schedule.
         """
-        self._check(graph)
+        plan, builder = self._context(graph)
+        stages = range(self.stages)
+        chunks = _write(plan, builder, stages)
+        for stage in stages:
+            actions = order(self.schedule, stage, *self._sizes, ahead=int(self.overlap_experts))
+            labelled = self._calls(plan, builder, chunks[stage :: self.stages], actions)
+            self._program(builder, stage, [call for _, call in labelled])
+        return builder.build(JobGraph)
+
+    def alike(self, graph: StepGraph) -> StagesAlike:
+        """The stages that differ, each written once, over as many micro-batches as differ.
+
+        Stages that do the same on other layers stand for each other, and so do all micro-batches between the first
+        and the last. A stage's programs run micro-batch by micro-batch here, whatever the schedule; the job is no
+        whole one, as those stages are missing that others stand for.
+
+        Raises:
+            PlanError: as `__call__`, or forward and backward passes run as one.
+        """
+        if self.overlap_experts:
+            raise PlanError("passes that exchange rows of experts in pairs are told by their whole schedule alone")
+        plan, builder = self._context(graph)
+        chosen = plan.stages_alike()
+        stages = sorted(set(chosen))
+        plan = plan.of_stages(stages)
+        chunks = _write(plan, builder, stages)
+        count = min(self.micro_batches, DISTINCT_MICRO_BATCHES)
+        kinds: tuple[Computation, ...] = ("backward", "weight") if self.schedule in SPLIT else ("backward",)
+        labels = []
+        for stage in stages:
+            actions: list[Action] = []
+            for micro_batch in range(count):
+                actions += (("forward", micro_batch, chunk) for chunk in range(self.chunks))
+                actions += ((kind, micro_batch, c) for kind in kinds for c in reversed(range(self.chunks)))
+            own = [chunk for chunk in chunks if chunk.stage == stage]
+            labelled = replace(self, micro_batches=count)._calls(plan, builder, own, actions)
+            self._program(builder, stage, [call for _, call in labelled])
+            labels.append([label for label, _ in labelled])
+        return StagesAlike(job=builder.build(JobGraph, whole=False), labels=labels, stand_for=tuple(chosen))
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.stages, self.micro_batches, self.chunks
+
+    def _program(self, builder: GraphBuilder, stage: int, calls: list[Call]) -> None:
+        builder.program(calls, role=f"stage {stage}", coordinates={AXIS: stage})
+
+    def _context(self, graph: StepGraph) -> tuple[PipelineContext, GraphBuilder]:
+        """What all chunks have in common, and the builder that they are written into."""
+        self.check(graph)
         placement = place(graph, self.stages * self.chunks, self.layers)
         OptimizerPlacer(graph, placement, self.stages).place()
         routes = route(graph, placement)
@@ -789,29 +925,28 @@ class Pipeline:
         leads, leading_layers = leaders(graph, placement, self.stages)
         builder = empty_copy(graph)
         builder.mesh = (Axis(name=AXIS, size=self.stages), *graph.mesh)
-        plan = PipelineContext(
+        context = PipelineContext(
             graph=graph,
             placement=placement,
             routes=routes,
             parts=of,
             layers=Layers(graph, of, leading_layers),
             leads=leads,
+            leading_layers=leading_layers,
             stages=self.stages,
             group=builder.group(AXIS, axes=(AXIS,)),
             shared=self._groups(graph, placement, builder),
             sharers=prod(a.size for a in graph.mesh if a.name == TENSOR) if self.scatter_gather else 1,
         )
-        chunks = _write(plan, builder)
-        _bind(plan, builder, chunks)
-        for stage in range(self.stages):
-            builder.program(
-                self._calls(plan, builder, chunks[stage :: self.stages], stage),
-                role=f"stage {stage}",
-                coordinates={AXIS: stage},
-            )
-        return builder.build(JobGraph)
+        return context, builder
 
-    def _check(self, graph: StepGraph) -> None:
+    def check(self, graph: StepGraph) -> None:
+        """Refuses what no pipeline of this graph can be.
+
+        Raises:
+            PlanError: stages or chunks are out of range, the schedule cannot do them, or it has a pipeline.
+            UnknownNameError: no such schedule.
+        """
         if not 1 <= self.stages <= MAX_STAGES:
             raise PlanError(f"{self.stages} pipeline stages: choose between 1 and {MAX_STAGES:,}")
         if self.chunks < 1:
@@ -842,7 +977,10 @@ class Pipeline:
                 groups[gradient] = builder.group("embedding", axes=(AXIS,), positions=sorted(stages))
         return groups
 
-    def _calls(self, plan: PipelineContext, builder: GraphBuilder, chunks: list[Chunk], stage: int) -> list[Call]:
+    def _calls(
+        self, plan: PipelineContext, builder: GraphBuilder, chunks: list[Chunk], actions: list[Action]
+    ) -> list[tuple[PassLabel, Call]]:
+        """The calls of a stage that runs these passes, each with the pass that it is of, then the update's."""
         added = {}
         if self.micro_batches > 1:
             gradients = {c.number: _gradients(plan, c) for c in chunks}
@@ -850,22 +988,23 @@ class Pipeline:
         last = "weight" if self.schedule in SPLIT else "backward"
         runs = {(chunk.number, part): in_order(chunk.timed(part)) for chunk in chunks for part in PipelinePhase}
         exchanges = plan.exchanges(chunks) if self.overlap_experts else ()
-        calls: list[Call] = []
+        calls: list[tuple[PassLabel, Call]] = []
         waiting: list[Call] = []
-        ahead, sizes = int(self.overlap_experts), (self.stages, self.micro_batches, self.chunks)
-        actions = order(self.schedule, stage, *sizes, ahead=ahead)
-        for (kind, micro_batch, number), after in zip_longest(actions, actions[1:]):
+        for action, after in zip_longest(actions, actions[1:]):
+            kind, micro_batch, number = action
             chunk = chunks[number]
             run = in_micro_batch(runs[chunk.number, _PARTS[kind]], micro_batch)
             if exchanges and kind == "forward" and after and after[0] == "backward":
                 waiting = run
                 continue
-            calls += interleaved(run, waiting, exchanges) if waiting else run
+            run = interleaved(run, waiting, exchanges) if waiting else run
             waiting = []
             if kind == last and micro_batch:
-                calls += in_micro_batch(added[chunk.number], micro_batch)
+                run = run + in_micro_batch(added[chunk.number], micro_batch)
+            calls += ((action, call) for call in run)
         update = [call for chunk in chunks for call in chunk.timed(PipelinePhase.UPDATE)]
-        return calls + in_micro_batch(in_order(update), self.micro_batches - 1)
+        run = in_micro_batch(in_order(update), self.micro_batches - 1)
+        return calls + [(UPDATE, call) for call in run]
 
 
 _PARTS: dict[Computation, PipelinePhase] = {
@@ -875,24 +1014,34 @@ _PARTS: dict[Computation, PipelinePhase] = {
 }
 
 
-def _write(plan: PipelineContext, builder: GraphBuilder) -> list[Chunk]:
-    """Writes the first chunk as the main block, the layers' blocks, then the blocks of the other chunks."""
+def _write(plan: PipelineContext, builder: GraphBuilder, stages: Container[int]) -> list[Chunk]:
+    """Writes the first chunk as the main block, the layers' blocks, then the blocks of the other chunks.
+
+    Args:
+        plan: what they have in common.
+        builder: gets them.
+        stages: those whose chunks are written; the first is among them.
+    """
     chunks = [Chunk(plan=plan, number=0, builder=builder, block=0)]
     chunks[0].write()
     plan.layers.write(builder)
     for number in range(1, plan.placement.chunks):
+        if number % plan.stages not in stages:
+            continue
         chunks.append(
             Chunk(plan=plan, number=number, builder=builder, block=builder.begin_block(f"main.{number}"))
         )
         chunks[-1].write()
     for chunk in chunks:
         chunk.siblings += (c for c in chunks if c.stage == chunk.stage and c is not chunk)
+    _bind(plan, builder, chunks)
     return chunks
 
 
 def _bind(plan: PipelineContext, builder: GraphBuilder, chunks: list[Chunk]) -> None:
     """Adds all instances, now that it is known where every block begins."""
     graph, layers = plan.graph, plan.layers
+    by_number = {chunk.number: chunk for chunk in chunks}
     tensors, ops = layers.number(len(chunks[0].own), len(chunks[0].written))
     for chunk in chunks[1:]:
         chunk.first_id, chunk.first_op_id = tensors, ops
@@ -902,26 +1051,27 @@ def _bind(plan: PipelineContext, builder: GraphBuilder, chunks: list[Chunk]) -> 
         builder.instance(
             chunk.block,
             bindings=[chunk.new_id(tensor) for tensor in chunk.ports],
-            op_bindings=[_op_id(plan, chunks, chunk.number, op) for op in chunk.forward_ops],
+            op_bindings=[_op_id(plan, by_number, chunk.number, op) for op in chunk.forward_ops],
         )
     for made in layers.blocks:
         for index in made.instances:
             instance = graph.blocks[made.block].instances[index]
-            chunk = chunks[plan.placement.instances[made.block, index]]
+            chunk = by_number[plan.placement.instances[made.block, index]]
             builder.instance(
                 made.number,
                 instance.label,
                 bindings=[chunk.new_id(tensor) for tensor in instance.bindings],
-                op_bindings=[_op_id(plan, chunks, chunk.number, op) for op in instance.op_bindings],
+                op_bindings=[_op_id(plan, by_number, chunk.number, op) for op in instance.op_bindings],
             )
 
 
-def _op_id(plan: PipelineContext, chunks: list[Chunk], number: int, op: int) -> int:
+def _op_id(plan: PipelineContext, chunks: dict[int, Chunk], number: int, op: int) -> int:
     """The id in the job of an operation of the step; of its copy on the same chunk, if there is one."""
     block, instance, row = plan.graph.locate_op(op)
     if block:
-        return plan.layers.op_id((block, instance), row)
-    runs = plan.placement.ops[row]
+        # Of a layer that is not written, as another stage stands for its own, only the name is lost.
+        return plan.layers.op_id((block, instance), row) if (block, instance) in plan.layers.of else 0
+    runs = plan.placement.ops[row] & chunks.keys()
     chunk = chunks[number if number in runs else min(runs)]
     return chunk.first_op_id + chunk.ops[row] - chunk.written.start
 

@@ -46,7 +46,7 @@ import numpy as np
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
-from echograph.ir.graph import Graph, StepGraph
+from echograph.ir.graph import Graph, StepGraph, kept
 from echograph.ir.passes.model import final_gradients, overflow_flags, total_norms
 
 Chunks = frozenset[int]
@@ -122,6 +122,7 @@ def layer_of(module: str, label: str = "") -> str | None:
     return None if number is None else ".".join(parts[: number + 1])
 
 
+@kept
 def layer_names(graph: StepGraph) -> list[str]:
     """All layers, by the paths of their modules, in the order of their first forward operation."""
     found: dict[str | None, None] = {}

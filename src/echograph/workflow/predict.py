@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,9 @@ from echograph.workflow import plan as plans
 from echograph.workflow.plan import Plan
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
+
+if TYPE_CHECKING:
+    from echograph.profiler.costs.estimate import Known
 
 _OF_SEVERAL = ("degrade", "ranks", "straggler")
 _PLAIN = Scenario()
@@ -120,20 +123,18 @@ def simulate(
         for entry in scenario.degraded:
             links_of(job, where).find(entry.where)
     said = (plan.stack if plan is not None else "") or job.workload.stack
-    stack = load_stack(said) if said else Stack()
-    job = system.annotate(plans.with_kernels(job, stack, system.device))
-    host = system.host_of_script(job) or system.host_running(stack.host)
+    job, host, sms = on_system(job, said, system)
     result = simulator.simulate(
         job,
         where,
-        replace(host, waits=True) if stack.host_waits else host,
+        host,
         peak_flops_per_s=system.peak_flops_per_s(job),
         engine=engine,
         ranks=scenario.every_rank(where.gpus_per_node),
         network=scenario.network or "auto",
         trace_ranks=trace_ranks,
         scales=scenario.scales,
-        sms={"tp": stack.tp_comm_sms / system.sm_count} if system.sm_count else {},
+        sms=sms,
         plan=plans.record(job, replace(plan or Plan(), stack=said), where),
         memory=memory,
         runtime=Runtime.on(system.architecture),
@@ -145,6 +146,28 @@ def simulate(
         return result
     nodes = -(-job.world_size // where.gpus_per_node)
     return replace(result, goodput=goodput(to_s(result.step_ps), nodes, scenario.reliability))
+
+
+def on_system(
+    job: JobGraph, stack: str, system: System, costs: Known | None = None
+) -> tuple[JobGraph, IssueTimes, dict[str, float]]:
+    """A job with its durations on a system, and what runs it.
+
+    Args:
+        job: the job.
+        stack: the software that trains; "" where it is not known.
+        system: where.
+        costs: as of `System.annotate`.
+
+    Returns:
+        The job, the host that runs the stack, and the share of the multiprocessors that its reductions take, by
+        the label of their group.
+    """
+    of = load_stack(stack) if stack else Stack()
+    job = system.annotate(plans.with_kernels(job, of, system.device), costs)
+    host = system.host_of_script(job) or system.host_running(of.host)
+    sms = {"tp": of.tp_comm_sms / system.sm_count} if system.sm_count else {}
+    return job, replace(host, waits=True) if of.host_waits else host, sms
 
 
 def predict(

@@ -1,13 +1,65 @@
-"""Predictions of one graph under many plans, which share what the plans have in common."""
+"""Predictions of one graph under many plans, which share what the plans have in common.
+
+What is equal is computed once. Plans that begin with the same passes share the step that these leave. Of a
+pipeline, stages that do the same on other layers and micro-batches between the first and the last are lowered,
+costed and cut once, and the step is put together from them (`simulator.engine.composed`). Collectives of one kind,
+size and placement are timed once for all plans. What of a job cannot be put together so is simulated whole.
+"""
 
 from __future__ import annotations
 
-from echograph.ir.graph import StepGraph
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import cache
+from math import prod
+from typing import Any, TypeVar
+
+from echograph.errors import EchoError
+from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.passes.base import Pass, pass_text, run, split_at_job
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.mesh import MeshOrder
+from echograph.ir.passes.model import MICRO_BATCH_AXES
+from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, StagesAlike
+from echograph.ir.passes.pipeline.schedules import order
+from echograph.ir.passes.rewrite import UPDATE
+from echograph.profiler.costs.estimate import Known
+from echograph.simulator.durations import NetworkModel, message_ps
+from echograph.simulator.engine import composed
 from echograph.simulator.result import Result
+from echograph.simulator.simulate import timed
+from echograph.workflow import plan as plans
 from echograph.workflow.plan import Plan
-from echograph.workflow.predict import predict
+from echograph.workflow.predict import on_system, predict, simulate
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
+
+
+@cache
+def _order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int) -> composed.PassOrder:
+    return composed.PassOrder.of(order(schedule, stage, stages, micro_batches, chunks))
+
+
+class StepResult(Result):
+    """A prediction of which the step is known, and everything else is worked out when it is asked for."""
+
+    __slots__ = ("_whole",)
+
+    def __init__(self, whole: Callable[[], Result] | None = None, **known: Any) -> None:
+        object.__setattr__(self, "_whole", whole)
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in {field.name for field in fields(Result)}:
+            raise AttributeError(name)
+        if self._whole is None:
+            raise AttributeError(name)
+        whole = self._whole()
+        for field in fields(Result):
+            object.__setattr__(self, field.name, getattr(whole, field.name))
+        return getattr(whole, name)
 
 
 class Predictor:
@@ -23,6 +75,10 @@ class Predictor:
         self.graph = graph
         self.system = system
         self.scenario = scenario or Scenario()
+        self._steps: dict[tuple[str, ...], StepGraph] = {}
+        self._stages: dict[tuple[str, ...], StagesAlike] = {}
+        self._network = NetworkModel(system.cluster)
+        self._costs: Known = {}
 
     def predict(self, plan: Plan, *, memory: bool = True, interval: bool = True) -> Result:
         """Predicts one step under a plan.
@@ -30,10 +86,148 @@ class Predictor:
         Args:
             plan: how the step is spread; its cluster is the system's.
             memory: whether to work out memory.
-            interval: whether to work out how sure the prediction is.
+            interval: whether to work out how sure the prediction is. Without both the step alone is worked out at
+                once, the rest of the result when it is asked for.
 
         Raises:
             EchoError: as `predict`.
         """
-        result, _ = predict(self.graph, plan, self.system, self.scenario, memory=memory)
-        return result
+        if memory or interval or self.scenario != Scenario() or not isinstance(self.graph, StepGraph):
+            return self._whole(plan, memory)
+        try:
+            return self._step(plan)
+        except (composed.NotAlike, EchoError):
+            return self._whole(plan, memory)
+
+    def _whole(self, plan: Plan, memory: bool) -> Result:
+        """The prediction of the whole job, but for the passes that it shares with plans before."""
+        if plan.passes or not isinstance(self.graph, StepGraph):
+            return predict(self.graph, plan, self.system, self.scenario, memory=memory)[0]
+        step, rest = self._shared(plan)
+        job = run(run(step, rest, verify=False), (), to=JobGraph)
+        return simulate(job, self.system, self.scenario, plan=plan, memory=memory)
+
+    def _shared(self, plan: Plan) -> tuple[StepGraph, tuple[Pass, ...]]:
+        """The step that the passes of a plan leave before they make a job of it, and those that do."""
+        before, rest = split_at_job(plans.passes(plan, self.graph.workload, self.system.cluster))
+        texts, step = tuple(map(pass_text, before)), self.graph
+        for count, one in enumerate(before, 1):
+            made = self._steps.get(texts[:count])
+            if made is None:
+                made = _keep(self._steps, texts[:count], run(step, (one,), to=StepGraph, verify=False))
+            step = made
+        return step, rest
+
+    def _step(self, plan: Plan) -> Result:
+        """The step alone, put together from passes that differ.
+
+        Raises:
+            NotAlike: it cannot be.
+            EchoError: as `predict`.
+        """
+        if plan.passes or self.system.profile is not None or self.system.cluster.slow_nodes:
+            raise composed.NotAlike("the whole job is simulated")
+        step, rest = self._shared(plan)
+        sample = self._sample(step, rest)
+        stack = plan.stack or sample.job.workload.stack
+        job, host, sms = on_system(sample.job, stack, self.system, self._costs)
+        if host.threads or host.blocking:
+            raise composed.NotAlike("the host works on threads, or waits for every launch")
+        cluster = self.system.cluster
+        roles = timed(job, cluster, host, sms=sms, network=self._network)
+        job, times = roles.job, roles.times
+
+        sent: dict[tuple[int, ...], int] = {}
+
+        def message(row: int, stage: int) -> int:
+            if row not in times.algorithm:
+                return int(times.picoseconds[row])
+            key = stage, *(int(column[row]) for column in (job.ops.group, job.ops.peer, job.ops.nbytes))
+            if key not in sent:
+                program = replace(job.programs[0], coordinates={"pp": stage})
+                sent[key] = message_ps(job, self._network, row, program)
+            return sent[key]
+
+        picoseconds = composed.step_ps(replace(sample, job=job), times.picoseconds, roles.issue, message)
+        return self._result(plan, job, stack, picoseconds, sample.micro_batches)
+
+    def _sample(self, step: StepGraph, rest: Sequence[Pass]) -> composed.Sample:
+        """The passes of a job that differ, and their order.
+
+        Raises:
+            NotAlike: its passes are not known to be alike.
+            PlanError: the plan does not fit the model.
+        """
+        first, *others = rest
+        if isinstance(first, Pipeline) and others and isinstance(data := others.pop(0), DataParallel | FullyShard):
+            alike = self._alike(step, first)
+            job, labels = data.labelled(alike.job, alike.labels)
+            places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
+            count, chunks = first.micro_batches, first.chunks
+            orders = [_order(first.schedule, stage, first.stages, count, chunks) for stage in range(first.stages)]
+            stand_for = [places[stage] for stage in alike.stand_for]
+        elif isinstance(first, DataParallel | FullyShard):
+            count, chunks, stand_for = first.micro_batches, 1, [0]
+            job, labels = replace(first, micro_batches=min(count, DISTINCT_MICRO_BATCHES)).labelled(step)
+            orders = [composed.PassOrder.of([("forward", micro_batch, 0) for micro_batch in range(count)])]
+        else:
+            raise composed.NotAlike("the job is not of a pipeline or of data parallelism alone")
+        for one in others:
+            if not isinstance(one, MeshOrder):
+                raise composed.NotAlike(f"pass {one.name} wants the whole job")
+            job = one.ordered(job)
+        return composed.Sample(
+            job=job,
+            labels=labels,
+            stand_for=stand_for,
+            orders=orders,
+            micro_batches=count,
+            chunks=chunks,
+            update=UPDATE,
+        )
+
+    def _alike(self, step: StepGraph, pipeline: Pipeline) -> StagesAlike:
+        """The stages of a pipeline that differ: the same ones for any number of micro-batches beyond a few.
+
+        Raises:
+            NotAlike: forward and backward passes run in pairs.
+            PlanError: the plan does not fit the model.
+        """
+        if pipeline.overlap_experts:
+            raise composed.NotAlike("forward and backward passes run in pairs")
+        pipeline.check(step)
+        count = min(pipeline.micro_batches, DISTINCT_MICRO_BATCHES)
+        key = (*step.passes, pass_text(replace(pipeline, micro_batches=count)))
+        found = self._stages.get(key)
+        return _keep(self._stages, key, pipeline.alike(step)) if found is None else found
+
+    def _result(self, plan: Plan, job: JobGraph, stack: str, step_ps: int, micro_batches: int) -> Result:
+        replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
+        samples = job.workload.batch_size * replicas * micro_batches
+        cluster = self.system.cluster
+        return StepResult(
+            cache(lambda: self._whole(plan, memory=False)),
+            model=job.workload.model or job.name,
+            cluster=cluster.name,
+            device=cluster.device,
+            gpus=job.world_size,
+            plan={**plans.record(job, replace(plan, stack=stack), cluster), "global_batch": samples},
+            step_ps=step_ps,
+            samples=samples,
+            tokens=samples * job.workload.sequence_length,
+            memory=None,
+            job=None,
+        )
+
+
+MOST_KEPT = 128
+"""Graphs of one kind that a predictor keeps: some hundred kilobytes each."""
+Kept = TypeVar("Kept")
+
+
+def _keep(known: dict[tuple[str, ...], Kept], key: tuple[str, ...], value: Kept) -> Kept:
+    """Keeps a graph, in place of the one that was kept first where there are many."""
+    if len(known) >= MOST_KEPT:
+        del known[next(iter(known))]
+    known[key] = value
+    return value

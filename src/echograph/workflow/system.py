@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -25,6 +25,9 @@ from echograph.profiler.costs import DeviceProfile, load_device
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
 from echograph.simulator.host import IssueTimes
 from echograph.units import to_ps
+
+if TYPE_CHECKING:
+    from echograph.profiler.costs.estimate import Known
 
 G = TypeVar("G", bound=Graph)
 _AS_SHIPPED: Mapping[str, str] = MappingProxyType({})
@@ -123,10 +126,14 @@ class System:
         system._fill(cluster, None, host, None, _AS_SHIPPED)
         return system
 
-    def annotate(self, graph: G) -> G:
+    def annotate(self, graph: G, costs: Known | None = None) -> G:
         """The graph with a duration for every operation of the device: those that it has, else this system's.
 
         Products and attention of a job take as long as on the slowest of its GPUs.
+
+        Args:
+            graph: a step or a job.
+            costs: what kernels of other graphs cost on this system; gets this one's.
 
         Raises:
             UnavailableError: the device has no model of a kind of operation.
@@ -141,7 +148,8 @@ class System:
         from echograph.profiler.costs.power import slowest_of
 
         boards = graph.world_size if isinstance(graph, JobGraph) else 1
-        return estimate(graph, self.device, slowest_of(boards, self.cluster.gpu_spread))(graph)
+        slower = slowest_of(boards, self.cluster.gpu_spread)
+        return estimate(graph, self.device, slower, costs)(graph)
 
     @property
     def architecture(self) -> str:

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from echograph.errors import CaptureError
-from echograph.frontend.megatron import flex, fp8, mamba, muon
+from echograph.frontend.megatron import flex, fp8, mamba, muon, shims
+from echograph.frontend.scripts.streams import CapturedStream
 
 pytestmark = pytest.mark.torch
 
@@ -137,3 +138,17 @@ def test_muon_s_updates_are_nearly_orthogonal() -> None:
 )
 def test_a_token_goes_once_to_each_rank(ranks: int, experts: int, choices: int, expected: float) -> None:
     assert flex.distinct_ranks(ranks, experts, choices) == pytest.approx(expected)
+
+
+def test_the_host_reads_whether_a_loss_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question whose answer is known without values is asked, too, and waited for; no step is refused."""
+    (patch,) = [patch for patch in shims.LEFT_OUT if patch.where.endswith("validate_result")]
+    waits: list[object] = []
+    monkeypatch.setattr(CapturedStream, "host_waits", waits.append)
+    answers: list[bool] = []
+    validate = patch.around(lambda _, loss, rejected: answers.append(rejected(loss)))
+    with FakeTensorMode():
+        for question in (torch.isnan, torch.isinf, lambda loss: loss > 1):
+            validate(None, torch.empty(1), question)
+    assert answers == [False, False, False]
+    assert len(waits) == 2

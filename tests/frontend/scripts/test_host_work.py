@@ -167,6 +167,36 @@ def test_the_host_waits_where_a_value_is_read(tmp_path: Path) -> None:
     assert read.strings[read.ops.name[dep]] == "aten.sum"
 
 
+@pytest.mark.parametrize(
+    ("wait", "until"),
+    [
+        ("torch.cuda.synchronize()", "last"),
+        ("torch.cuda.current_stream().synchronize()", "last"),
+        ("done = torch.cuda.Event(); done.record(); loss * 2; done.synchronize()", "before"),
+        ("torch.distributed.barrier()", "barrier"),
+        ("torch.distributed.barrier(async_op=True).wait()", "barrier"),
+    ],
+)
+def test_the_host_waits_where_it_synchronizes(wait: str, until: str, tmp_path: Path) -> None:
+    """It issues nothing until what it waits for has ended, and so what follows comes later."""
+    begin = "torch.distributed.is_initialized() or torch.distributed.init_process_group('nccl', device_id=0)"
+    job = _job(_script(tmp_path, f"{begin}; {wait}"))
+    (row,) = np.flatnonzero(job.ops.kind == OpKind.HOST).tolist()
+    names = [job.strings[name] for name in job.ops.name]
+    works = [n for n in range(row) if job.ops.kind[n] == OpKind.COMPUTE]
+    found = {"last": works[-1], "before": works[-2], "barrier": row - 1}[until]
+    assert job.ops.deps.row(row) == (found,)
+    assert ("barrier" in names[found]) == (until == "barrier")
+    host = System("dgx-h100").host_of_script(job)
+    assert host is not None
+    assert host.issue(job)[row] == 0
+
+
+def test_what_waits_is_not_told_where_the_host_is_not_counted(tmp_path: Path) -> None:
+    plain = _job(replace(_script(tmp_path, "torch.cuda.synchronize()"), host=None))
+    assert not (plain.ops.kind == OpKind.HOST).any()
+
+
 def test_memory_that_is_filled_is_a_launch_and_a_wait_none(tmp_path: Path) -> None:
     deterministic = (
         "torch.use_deterministic_algorithms(True); print(loss.item()); torch.empty(8, device='cuda').add_(1)"
