@@ -14,10 +14,12 @@ class Imported:
     Attributes:
         graph: a step graph or a job graph.
         notes: what was left out or taken for something, a line each.
+        warnings: what is unlikely to be meant, a line each.
     """
 
     graph: Graph
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

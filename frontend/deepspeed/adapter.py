@@ -99,6 +99,12 @@ class DeepSpeedAdapter(TorchAdapter):
         self._config = config
         return arguments
 
+    def launched(self, script: Path, arguments: Sequence[str], world: World) -> Sequence[str]:
+        """With `--local_rank`, as the launcher `deepspeed` gives it, where the script's file names that option."""
+        asked = "local_rank" in script.read_text(encoding="utf-8", errors="replace")
+        given = any(argument.startswith(("--local_rank", "--local-rank")) for argument in arguments)
+        return (f"--local_rank={world.local_rank}", *arguments) if asked and not given else arguments
+
     @contextmanager
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
         """DeepSpeed's shims, and its engine's hooks."""
@@ -131,8 +137,9 @@ class DeepSpeedAdapter(TorchAdapter):
         yield patched(engine, "__init__", lambda f: self._made(f, recorder))
         yield patched(engine, "forward", lambda f: _in_micro_batch(f, recorder, annotate.FORWARD))
         yield patched(engine, "backward", lambda f: _in_micro_batch(f, recorder, annotate.BACKWARD))
-        yield patched(engine, "step", lambda f: _stepping(f, recorder))
-        yield from self._pipelines.hooks(recorder, lambda engine: _step_ends(engine, recorder))
+        step_ends = _Pace(recorder)
+        yield patched(engine, "step", lambda f: _stepping(f, recorder, step_ends))
+        yield from self._pipelines.hooks(recorder, step_ends)
         for module, owner, name, payload in _CARRYING:
             around = partial(_carrying, recorder=recorder, payload=payload)
             yield patched(shims.hook_point(module, owner), name, around)
@@ -220,21 +227,33 @@ def _in_micro_batch(original: Callable[..., Any], recorder: ScriptRecorder, phas
     return run
 
 
-def _stepping(original: Callable[..., Any], recorder: ScriptRecorder) -> Callable[..., Any]:
+def _stepping(
+    original: Callable[..., Any], recorder: ScriptRecorder, step_ends: Callable[[Any], None]
+) -> Callable[..., Any]:
     def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
         before = engine.global_steps
         with recorder.in_phase(annotate.OPTIMIZER), recorder.carrying("other"):
             made = original(engine, *args, **kwargs)
         if engine.global_steps != before:
-            _step_ends(engine, recorder)
+            step_ends(engine)
         return made
 
     return step
 
 
-def _step_ends(engine: Any, recorder: ScriptRecorder) -> None:
-    mark_copies(recorder.graph, name_memory(engine, recorder))
-    recorder.step_ends()
+class _Pace:
+    """Ends a training step where the first engine does that stepped: of several, a GAN's, each has a turn."""
+
+    def __init__(self, recorder: ScriptRecorder) -> None:
+        self._recorder = recorder
+        self._first: Any = None
+
+    def __call__(self, engine: Any) -> None:
+        if self._first is None:
+            self._first = engine
+        mark_copies(self._recorder.graph, name_memory(engine, self._recorder))
+        if engine is self._first:
+            self._recorder.step_ends()
 
 
 def _carrying(original: Callable[..., Any], recorder: ScriptRecorder, payload: str) -> Callable[..., Any]:

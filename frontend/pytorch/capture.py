@@ -228,5 +228,6 @@ def _converted(parameter: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Pa
         return parameter
     made = torch.nn.Parameter(data, parameter.requires_grad)
     # What a framework wrote on it (which axis it is divided over, say) stays.
-    vars(made).update({key: v for key, v in vars(parameter).items() if key not in vars(made)})
+    kept = (key for key in vars(parameter) if key not in vars(made) and not key.startswith("_echograph_"))
+    vars(made).update({key: vars(parameter)[key] for key in kept})
     return made

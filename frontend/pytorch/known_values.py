@@ -8,7 +8,7 @@ depends on values, it is that of the known ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -27,6 +27,9 @@ MOST_INTEGERS = 1 << 20
 MOST_NUMBERS = 1 << 12
 _VALUES = "_echograph_values"
 _UNKNOWN = object()
+_EVEN = "_echograph_even"
+_COUNTING = (torch.histc, Tensor.histc, torch.bincount, Tensor.bincount)
+_EXCHANGES = ("_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor")
 _WRITING = ("__set__", "__setitem__")
 _ASKING = ("__index__", "__int__", "__invert__", "__iter__")
 # Makes tensors of settings alone; torch.empty has no values to know.
@@ -93,12 +96,70 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     for tensor, value in zip(made, [values] if isinstance(values, Tensor) else values or (), strict=False):
         if isinstance(tensor, FakeTensor) and isinstance(value, Tensor) and tensor.shape == value.shape:
             setattr(tensor, _VALUES, value)
+            if any(hasattr(argument, _EVEN) for argument in args):
+                setattr(tensor, _EVEN, True)
 
 
 def know(tensor: FakeTensor, values: Tensor) -> None:
     """Gives a tensor the values that it has, if it is small."""
     if _is_small(tensor):
         setattr(tensor, _VALUES, values)
+
+
+def keep(tensor: Tensor, out: Tensor) -> None:
+    """What a tensor becomes that is brought elsewhere has its values."""
+    known = _with_values(tensor)
+    if known is not _UNKNOWN and isinstance(out, FakeTensor) and out.shape == tensor.shape:
+        with _disable_current_modes():
+            setattr(out, _VALUES, known.to(out.dtype, copy=True))
+
+
+def given(fake: Callable[[Tensor], Tensor], part: Any) -> Any:
+    """Of what a loader gives: a fake tensor for a tensor of the host, with its values if it is small."""
+    if type(part) is not Tensor:
+        return part
+    made = fake(part)
+    if _is_small(part):
+        setattr(made, _VALUES, part)
+    return made
+
+
+def spread(func: Any, args: tuple[Any, ...], out: Any) -> bool:
+    """Whether a function counts numbers that nobody has, whose counts are then taken to be even."""
+    counts = func in _COUNTING and bool(args) and isinstance(args[0], FakeTensor) and not is_known(args[0])
+    if counts:
+        _count_evenly(args[0], out)
+    return counts
+
+
+def _count_evenly(counted: FakeTensor, out: Any) -> None:
+    """How often each of some numbers is there, of which nobody has the values: as often as any other.
+
+    What counts so in a training step are the tokens that each expert takes, whose places decide shapes.
+    """
+    if isinstance(out, FakeTensor) and out.dim() == 1 and not counted.is_floating_point() and _is_small(out):
+        each, more = divmod(counted.numel(), max(1, out.numel()))
+        with _disable_current_modes():
+            setattr(out, _VALUES, torch.full(out.shape, each, dtype=out.dtype))
+            getattr(out, _VALUES)[:more] += 1
+        setattr(out, _EVEN, True)
+
+
+def exchanged(func: Any, args: tuple[Any, ...], out: Any) -> None:
+    """Gives what ranks exchange of even counts, or wait for, the values that it has: ranks have the same."""
+    name = func._schema.name
+    if name not in _EXCHANGES or not isinstance(out, FakeTensor) or not hasattr(args[0], _EVEN):
+        return
+    from torch.distributed import distributed_c10d
+
+    mine = getattr(args[0], _VALUES)
+    with _disable_current_modes():
+        if name == _EXCHANGES[0] and out.shape == args[0].shape:
+            group = distributed_c10d._resolve_process_group(args[3])  # type: ignore[attr-defined]
+            mine = mine.view(group.size(), -1)[group.rank()].repeat(group.size())
+        if out.shape == mine.shape:
+            setattr(out, _VALUES, mine.clone())
+            setattr(out, _EVEN, True)
 
 
 def forget(tensor: Any) -> None:
@@ -179,7 +240,7 @@ class _Following(TorchFunctionMode):
         try:
             out = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            return _computed(func, args, kwargs)
+            return computed(func, args, kwargs)
         if func not in _RANDOM:
             follow(func, args, kwargs, out)
         elif func.__name__.endswith("_"):
@@ -221,7 +282,7 @@ def _number(given: Any) -> Any:
         return known.tolist()
 
 
-def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operator makes whose shape depends on values, if those are known.
 
     Raises:

@@ -83,6 +83,11 @@ class Adapter:
             raise UsageError(f"--config is for DeepSpeed: give a {self.name} script its arguments behind --")
         return arguments
 
+    def launched(self, script: Path, arguments: Sequence[str], world: World) -> Sequence[str]:
+        """The arguments as the framework's launcher gives them to one rank; by default those of the user."""
+        del script, world
+        return arguments
+
     def installed(self, world: World, recorder: ScriptRecorder) -> AbstractContextManager[None]:
         """The framework's shims and hooks, in place for one run of the script.
 
@@ -96,6 +101,11 @@ class Adapter:
         None: the groups that were used tell the axes (`mesh.infer`).
         """
         return None
+
+    def meshes(self, world: World) -> list[Mapping[str, int]]:
+        """Meshes as `axes` says one; the first of which all groups are formulas is taken."""
+        axes = self.axes(world)
+        return [] if axes is None else [axes]
 
     def roles(self, world: World, axes: Mapping[str, int], messages: Sequence[str]) -> list[int]:
         """Ranks of which each does something else, and which together stand for all; begins with rank 0.

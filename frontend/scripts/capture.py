@@ -28,6 +28,7 @@ from echograph.frontend.pytorch.call_nodes import is_allocation, is_getitem, is_
 from echograph.frontend.pytorch.lower import DTYPES, PHASES, GraphLowering, Order
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
+from echograph.frontend.scripts.checks import findings
 from echograph.frontend.scripts.collectives import Communication
 from echograph.frontend.scripts.host_work import WORK, HostPrice, wait_for_value, wait_for_work
 from echograph.frontend.scripts.recorder import (
@@ -761,7 +762,8 @@ def capture_script(
         The job graph, and notes on what stands for something else.
 
     Raises:
-        CaptureError: as `run_script`, and where ranks or groups fit no mesh.
+        CaptureError: as `run_script`, and where ranks or groups fit no mesh; of a strict capture, where
+            anything is unlikely to be meant.
         UsageError: a rank that the world does not have.
     """
     check_ranks(ranks, world.size)
@@ -781,21 +783,32 @@ def capture_script(
     places = standing_for(ranks, mesh)
     say("lowering")
     job = lower_job(runs, mesh, places, workload_of(runs, places, mesh, script.path.stem), script.host)
+    warnings: dict[str, None] = {}
     for run in runs:
         notes |= run.recorder.notes
-    return Imported(graph=count_job_flops(job), notes=tuple(notes))
+        warnings |= dict.fromkeys(findings(run.recorder, run.world))
+    if warnings and script.strict:
+        raise CaptureError(f"{next(iter(warnings))} (--strict)")
+    return Imported(graph=count_job_flops(job), notes=tuple(notes), warnings=tuple(warnings))
 
 
 def _mesh(run: ScriptRun) -> dict[str, int]:
-    size = run.world.size
-    if run.axes is not None:
-        return {name: extent for name, extent in run.axes.items() if extent > 1} or {"dp": 1}
-    calls = [node.meta[COMMUNICATION] for node in run.recorder.graph.nodes if COMMUNICATION in node.meta]
-    found = infer({c.ranks for c in calls}, size, {c.ranks for c in calls if c.peer >= 0})
-    if found is None:
-        groups = "; ".join(sorted({str(list(call.ranks[:8])) for call in calls}))
+    """The mesh of a run: one that it has a name for, else that of its groups."""
+    size, calls = run.world.size, _calls(run)
+    groups = {call.ranks for call in calls if call.peer < 0}
+    fitting = (m for m in run.meshes if all(axes_of(ranks, m) is not None for ranks in groups))
+    named = next(fitting, None)
+    if named is None and len(run.meshes) == 1:
+        named = run.meshes[0]  # two ranks that share a tensor may lie across its axes
+    if named is None:
+        found = infer({c.ranks for c in calls}, size, {c.ranks for c in calls if c.peer >= 0})
+        if found is not None and not run.meshes:
+            return found
+        named = found or next(iter(run.meshes), None)
+    if named is None:
+        shown = "; ".join(sorted({str(list(call.ranks[:8])) for call in calls}))
         raise CaptureError(
-            f"the groups of rank {run.world.rank} are formulas of no mesh of {size} ranks: {groups}: make them by "
+            f"the groups of rank {run.world.rank} are formulas of no mesh of {size} ranks: {shown}: make them by "
             "init_device_mesh"
         )
-    return found
+    return {name: extent for name, extent in named.items() if extent > 1} or {"dp": 1}

@@ -22,16 +22,17 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, _meta_registrations
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, checkpoint
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
-from echograph.frontend.scripts import streams, values
+from echograph.frontend.scripts import places, streams, values
 from echograph.frontend.scripts.adapter import patched, replaced
+from echograph.frontend.scripts.places import is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
 from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, deciding, keep_finite
@@ -43,11 +44,24 @@ _CUSTOM = "custom operator with a fake implementation (torch.library.register_fa
 _OPERATOR = (
     f"runs code of its own on a GPU, which a capture neither sees nor has: leave it out, or make it a {_CUSTOM}"
 )
+_DATA_PARALLEL = (
+    "torch.nn.DataParallel divides batches over all GPUs of one process, and a rank of a capture has one: let the "
+    "script run a process for each (DistributedDataParallel), or give --world-size 1"
+)
 _GRAPHS = "CUDA graphs are not captured: leave them out, the operators are those of the eager model"
 _DRIVER = "this asks a real GPU, and a capture has only the answers of one: leave it out if you can"
 _NOT_ANSWERED = "the GPU of a capture, where PyTorch has no CUDA, does not answer it: leave it out if you can"
+_DOWNLOAD = (
+    "it is downloaded, and is not here: have it downloaded before (a cache counts, as HF_HOME's), or give the "
+    "script data of the same shapes, or a configuration without weights"
+)
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
+    (
+        r"download|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|not known\]|offline mode|"
+        r"couldn't connect|does not appear to have a file|cached (files|path)|from the Hub",
+        _DOWNLOAD,
+    ),
     (r"active drivers|[Tt]riton", f"a Triton kernel {_OPERATOR}"),
     (r"lib(cuda|cudart|cublas|cudnn|nccl|nvrtc|nvidia-ml)\w*[.\d]*\.so|NVML|nvml|nvidia-ml|no NVIDIA", _DRIVER),
     (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs|nvrtc", _NOT_ANSWERED),
@@ -99,21 +113,14 @@ def remedy(error: BaseException) -> str:
     return next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
 
 
-def is_gpu(device: Any) -> bool:
-    """Whether a device, as PyTorch takes it, is a GPU."""
-    if isinstance(device, bool):
-        return False
-    if isinstance(device, int):
-        return True
-    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
-
-
 def answers(world: World) -> Iterator[AbstractContextManager[None]]:
     """Functions and classes of `torch.cuda` and its like, as a GPU of the world has them, or refused without."""
     for owner, answered in _answers(world).items():
         for name, answer in answered.items():
             if hasattr(owner, name):
                 yield replaced(owner, name, answer if world.gpus else _without(name, answer))
+    if world.gpus and min(world.local_size, world.size) > 1:
+        yield replaced(torch.nn, "DataParallel", _refuse(_DATA_PARALLEL))
     for owner, name, why in _needs_its_own():
         yield replaced(owner, name, _refuse(f"{name} {why}" if why is not _GRAPHS else why))
 
@@ -182,8 +189,8 @@ def _of_cuda(world: World) -> dict[str, Any]:
         "manual_seed_all": _nothing,
         "seed": _nothing,
         "seed_all": _nothing,
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "get_rng_state_all": lambda *_: [torch.get_rng_state()],
+        "get_rng_state": _random_state,
+        "get_rng_state_all": lambda *_: [_random_state()],
         "set_rng_state": _nothing,
         "set_rng_state_all": _nothing,
         "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
@@ -246,6 +253,11 @@ def _set_stream(stream: CapturedStream) -> None:
     CapturedStream.current = stream
 
 
+def _random_state(*_: Any, **__: Any) -> Tensor:
+    """Seed and offset, as a GPU's generator has them."""
+    return torch.zeros(16, dtype=torch.uint8)
+
+
 def _zero(*_: Any, **__: Any) -> int:
     return 0
 
@@ -280,23 +292,49 @@ class OnTheDevice(TorchFunctionMode):
             return _address(args[0])
         if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor) and args[0].is_leaf:
             return _copied(*args)
-        if func is Tensor.cpu or func is Tensor.pin_memory:
+        if func in PLACES:
+            return PLACES[func](*args)
+        if func is Tensor.pin_memory:
             return args[0]
+        if func is torch.device and self._gpus and args and type(args[0]) is int:
+            return torch.device("cuda", args[0])
         if func is Tensor.is_pinned:
             return False
         if kwargs.get("pin_memory"):
             kwargs = kwargs | {"pin_memory": False}
         if func is Tensor.type:
             return _type_of(func, args, kwargs)
-        if "device" in kwargs and is_gpu(kwargs["device"]):
-            return self._on_gpu(func, args, kwargs | {"device": _CPU})
         if func is Tensor.cuda:
-            return self._on_gpu(lambda tensor: tensor, args[:1], {})
-        if func is Tensor.to and len(args) > 1 and is_gpu(args[1]):
-            return self._on_gpu(func, (args[0], _CPU, *args[2:]), kwargs)
-        out = self._run(func, args, kwargs)
-        known_values.follow(func, args, kwargs, out)
+            return self._moved(lambda tensor: tensor, args[:1], {}, True)
+        if func is Tensor.to:
+            target = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
+            if isinstance(target, Tensor):
+                return self._moved(func, args, kwargs, on_gpu(target))
+            if isinstance(target, str | int | torch.device) and not isinstance(target, bool):
+                args, kwargs = _to_the_cpu(args, kwargs)
+                return self._moved(func, args, kwargs, is_gpu(target))
+        if "device" in kwargs and is_gpu(kwargs["device"]):
+            made = self._on_gpu(func, args, kwargs | {"device": _CPU})
+            return moved(args[0], made, True) if args and made is args[0] else _marked(made)
+        try:
+            out = self._run(func, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            made = known_values.computed(func, args, kwargs)
+            return _marked(made) if any(isinstance(a, Tensor) and on_gpu(a) for a in args) else made
+        if known_values.spread(func, args, out):
+            self._note("how many tokens each expert takes is not known: they are taken to be spread evenly")
+        else:
+            known_values.follow(func, args, kwargs, out)
         keep_finite(func, args, out)
+        return out
+
+    def _moved(self, func: Any, args: Any, kwargs: Any, gpu: bool) -> Any:
+        """What is brought to the GPU, or to the host, with the values that are known of it."""
+        made = self._on_gpu(func, args, kwargs) if gpu else self._run(func, args, kwargs)
+        out = moved(args[0], made, gpu)
+        if out is not args[0]:
+            known_values.keep(args[0], out)
+            keep_finite(func, args, out)
         return out
 
     def _on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -340,14 +378,57 @@ class CountingDevice(OnTheDevice):
 
 
 def kind(world: World, name: str) -> str:
-    """Of the device that stands for one that a script names.
+    """Of the device that a script names.
 
     Raises:
         CaptureError: it is a GPU, and there are none.
     """
     if is_gpu(name) and not world.gpus:
         raise CaptureError(f"'{name}' {NO_GPU}")
-    return "cpu" if is_gpu(name) else name
+    return name
+
+
+def _marked(made: Any) -> Any:
+    for tensor in made if isinstance(made, tuple | list) else (made,):
+        if isinstance(tensor, Tensor):
+            mark(tensor)
+    return made
+
+
+def _to_the_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `Tensor.to` whose device is the CPU; "meta" stays."""
+    if "device" in kwargs:
+        return args, kwargs | {"device": _in_memory(kwargs["device"])}
+    return (args[0], _in_memory(args[1]), *args[2:]), kwargs
+
+
+def _in_memory(device: Any) -> torch.device:
+    return _CPU if is_gpu(device) else torch.device(device)
+
+
+def _fetched(tensor: Tensor, *_: Any) -> Tensor:
+    out: Tensor = moved(tensor, tensor, False)
+    if out is not tensor:
+        known_values.keep(tensor, out)
+        keep_finite(Tensor.cpu, (tensor,), out)
+    return out
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
+    mark(tensor, on_gpu(data))
+
+
+PLACES: dict[Any, Callable[..., Any]] = {
+    Tensor.cpu: _fetched,
+    Tensor.device.__get__: places.device_of,
+    Tensor.is_cuda.__get__: on_gpu,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda tensor: places.device_of(tensor).type == "cpu",  # type: ignore[attr-defined]
+    Tensor.get_device: lambda tensor: places.device_of(tensor).index if on_gpu(tensor) else -1,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+}
+"""What asks where a tensor is, or changes it."""
 
 
 def _address(tensor: FakeTensor) -> int:
@@ -375,7 +456,7 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) > 1 and isinstance(args[1], str):
         args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
     made = func(*args, **kwargs)
-    return made.replace("torch.", "torch.cuda.") if isinstance(made, str) else made
+    return made.replace("torch.", "torch.cuda.") if isinstance(made, str) and on_gpu(args[0]) else made
 
 
 @contextmanager
@@ -397,11 +478,14 @@ def present(world: World, note: NoteTaker = lambda _: None, counter: HostCounter
             enter(answer)
         enter(patched(torch.amp.GradScaler, "_maybe_opt_step", _always_steps))
         for owner in (_foreach_utils, optimizer):
-            enter(replaced(owner, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]))
+            enter(replaced(owner, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]))
         enter(_foreach_of_fakes())
+        enter(replaced(_meta_registrations, "device_hint", lambda _: "cuda"))
+        enter(_recomputed_alike())
         for owner in (torch.autograd, torch.autograd.graph):
             enter(patched(owner, "_engine_run_backward", lambda f: _again(make, f)))
         enter(deciding(world.decided))
+        enter(places.answered(world.local_rank))
         with make():
             yield
 
@@ -418,10 +502,26 @@ def _streams() -> Iterator[AbstractContextManager[None]]:
 def _moves(world: World) -> Iterator[AbstractContextManager[None]]:
     """What brings models to a GPU, and what is set up for one."""
     if world.gpus:
-        yield replaced(torch.nn.Module, "cuda", lambda module, *_, **__: module)
+        yield replaced(torch.nn.Module, "cuda", lambda module, *_, **__: mark_module(module))
+        yield replaced(torch.nn.Module, "cpu", lambda module: mark_module(module, False))
         yield patched(torch.nn.Module, "to", _to)
         yield patched(torch.autocast, "__init__", _of_cpu)
         yield patched(torch.amp.GradScaler, "__init__", _scaler)
+
+
+@contextmanager
+def _recomputed_alike() -> Iterator[None]:
+    """Holds what a checkpoint computes again against the forward pass by shape and type.
+
+    Autograd may keep a tensor under a handle that nobody put anywhere, and tells no device of it.
+    """
+    ways = checkpoint._allowed_determinism_checks_to_fns
+    before = ways["default"]
+    ways["default"] = lambda tensor: {"shape": tensor.shape, "dtype": tensor.dtype}
+    try:
+        yield
+    finally:
+        ways["default"] = before
 
 
 @contextmanager
@@ -450,12 +550,17 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module.to`, whose parameters stay the same objects where they go to another device alone."""
+
     def to(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and is_gpu(args[0]):
-            args = (_CPU, *args[1:])
-        if is_gpu(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        return original(module, *args, **kwargs)
+        target = kwargs.get("device", args[0] if args else None)
+        if target is None or isinstance(target, torch.dtype | Tensor) or str(target) == "meta":
+            return original(module, *args, **kwargs)
+        others = args if "device" in kwargs else args[1:]
+        named = {name: value for name, value in kwargs.items() if name in ("dtype", "memory_format")}
+        if others or named:
+            original(module, *others, **named)
+        return mark_module(module, is_gpu(target))
 
     return to
 

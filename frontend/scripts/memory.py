@@ -181,7 +181,7 @@ class LivingTensors:
         held += [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
         held += [parameter for parameter, _ in self.parameters()]
         tensors = [tensor for tensor in held if isinstance(tensor, Tensor)]
-        for tensor in (*tensors, *(t.grad for t in tensors if t.is_leaf)):
+        for tensor in (*tensors, *map(_gradient, tensors)):
             storage = None if tensor is None else _storage(tensor)
             if storage is not None and not isinstance(tensor, nn.Parameter):
                 self._kept[storage._cdata] = -(-storage.nbytes() // _BLOCK) * _BLOCK, storage
@@ -261,8 +261,8 @@ class LivingTensors:
         elements = 0 if storage is None else storage.nbytes() // tensor.element_size()
         if elements <= tensor.numel():
             return None
-        dtype, device = tensor.dtype, tensor.device
-        return lambda: torch.empty(elements, dtype=dtype, device=device)
+        dtype = tensor.dtype
+        return lambda: torch.empty(elements, dtype=dtype, device="cpu")
 
 
 def plain(path: str) -> str:
@@ -271,6 +271,13 @@ def plain(path: str) -> str:
     while parts and parts[0] == _DDP:
         parts = parts[1:]
     return ".".join(parts)
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:  # one of several views of memory that was written since, as FSDP's before a step
+        return None
 
 
 def _storage(tensor: Tensor) -> Any:

@@ -98,7 +98,9 @@ class CaptureProcess:
         told = json.loads(outcome.read_text(encoding="utf-8"))
         if "error" in told:
             raise _rebuilt(**told)
-        return Imported(graph=serde.load(self._folder / "job.pb"), notes=tuple(told["notes"]))
+        return Imported(
+            graph=serde.load(self._folder / "job.pb"), notes=tuple(told["notes"]), warnings=tuple(told["warnings"])
+        )
 
     def _capture(self, say: Progress) -> Imported:
         return capture_script(self._script, self._world, self._adapter, ranks=self._ranks, say=say)
@@ -118,7 +120,7 @@ class CaptureProcess:
                 os.dup2(2, 1)
             found = self._capture(say)
             serde.save(found.graph, self._folder / "job.pb")
-            told: dict[str, Any] = {"notes": list(found.notes)}
+            told: dict[str, Any] = {"notes": list(found.notes), "warnings": list(found.warnings)}
         except BaseException as error:
             told = {
                 "error": type(error).__name__,

@@ -57,13 +57,16 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIMIZER, PHASE
 from echograph.frontend.pytorch.call_nodes import is_allocation, is_in_place
+from echograph.frontend.pytorch.known_values import exchanged
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
 from echograph.frontend.pytorch.recorder import HANDLES, OperatorRecorder
 from echograph.frontend.pytorch.shapes import Results, Shapes
+from echograph.frontend.scripts import places
 from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communication_of
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
-from echograph.frontend.scripts.values import answer
+from echograph.frontend.scripts.values import answer, line_of_script
+from echograph.frontend.scripts.world import NO_GPU
 from echograph.ir.graph import BETWEEN_STEPS
 from echograph.ir.passes.fuse import KernelRegion
 from echograph.ir.types import CollectiveKind
@@ -195,6 +198,7 @@ _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE, REGION)
 SILENT_NAMESPACES = ("prim", "profiler")
 _ITEM = _ATEN._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _is_wrapper = cache(is_traceable_wrapper_subclass_type)
 
 
@@ -248,6 +252,10 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     Attributes:
         memory: what lives through steps.
         notes: for the user, each once.
+        warnings: of what is unlikely to be meant, each once (`checks`).
+        loaded: sizes of the first dimension of what loaders gave last, and the line of the script that asked.
+        stepped_at: the line of the script in which the optimizer stepped.
+        ungraded: names of parameters that the optimizer has and no backward pass reached.
         steps: training steps that have ended.
         recorded: whether the step is recorded.
         held: bytes that no tensor of the step stands for, by what holds them (`ir.graph.Program`).
@@ -257,9 +265,11 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         fills: whether PyTorch writes all memory that it is asked for before use, as it does with deterministic
             algorithms.
         counter: of the host's own work, where that is asked for.
+        gpus: whether there are GPUs to make tensors on.
     """
 
     counter: HostCounter | None = None
+    gpus = True
 
     def __init__(
         self,
@@ -273,6 +283,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         super().__init__(mode)
         self._shapes = Shapes(mode, results)
         self.notes: dict[str, None] = {}
+        self.warnings: dict[str, None] = {}
+        self.loaded: tuple[frozenset[int], str] | None = None
+        self.stepped_at, self.ungraded = "", list[str]()
         self.steps = 0
         self.recorded = False
         self.held: dict[str, int] = {}
@@ -287,6 +300,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._context: dict[str, Any] = {}
         self._pace: Optimizer | None = None
         self._optimizing = 0
+        self._trains = False
         self._after_backward = False
         self._pass = 0
         self._works: dict[int, tuple[Any, Node]] = {}
@@ -398,9 +412,19 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         """Says what a tensor is that lives through steps; the role is one of `annotate.ROLES`."""
         self.memory.name(tensor, role, name)
 
+    def fake(self, tensor: Tensor) -> Tensor:
+        """A fake tensor for one that has data."""
+        with self.pausing(), self._mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
     def note(self, line: str) -> None:
         """A line for the user."""
         self.notes[line] = None
+
+    def warn(self, line: str) -> None:
+        """A line for the user on what is unlikely to be meant; "" says nothing."""
+        if line:
+            self.warnings[line] = None
 
     # -- hooks -----------------------------------------------------------------------------------------------
 
@@ -460,11 +484,13 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     def _module_begins(self, module: Any, args: Any) -> None:
         if not self._stack:
             self.memory.add_root(module)
-            if self.phase == FORWARD and any(True for _ in module.parameters()):
+            self._trains = any(True for _ in module.parameters()) and not self._paused
+            if self.phase == FORWARD and self._trains:
                 self._pass += self._after_backward
                 self._after_backward = False
                 self.step_begins()
-        if self.sample is None and self._recording:
+        # A module without parameters outside of all others prepares data.
+        if self.sample is None and self._recording and self._trains:
             self.sample = next((a for a in args if isinstance(a, Tensor)), None)
         self._stack.append(self.memory.path_of(module))
 
@@ -474,14 +500,26 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
     def _optimizer_begins(self, stepping: Optimizer, *_: Any) -> None:
         self.memory.add_optimizer(stepping)
+        if self._recording and not self._optimizing:
+            self._check_gradients(stepping)
         self._optimizing += 1
 
     def _optimizer_ends(self, stepping: Optimizer, *_: Any) -> None:
         self._optimizing -= 1
+        if self._optimizing:
+            return  # one that another one is made of
         if self._pace is None:
             self._pace = stepping
-        if self._counts and not self._optimizing and stepping is self._pace:
+        if self._counts and stepping is self._pace:
             self.step_ends()
+
+    def _check_gradients(self, stepping: Optimizer) -> None:
+        self.stepped_at = self.stepped_at or line_of_script()
+        held = [p for group in stepping.param_groups for p in group["params"] if p.requires_grad]
+        without = {id(p) for p in held if p.grad is None}
+        # An optimizer all of whose parameters have none is one that works on copies, or in the backward pass.
+        if len(without) < len(held):
+            self.ungraded += [name for p, name in self.memory.parameters() if id(p) in without and p.numel()]
 
     def _mark_gradients(self) -> None:
         for parameter, name in self.memory.parameters():
@@ -509,27 +547,31 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
     def _snapshot(self, tensor: Tensor) -> Tensor:
         """One handle for all tensors of a layout, since nothing else is asked of recorded values."""
-        layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.device)
-        found = self._layouts.get(layout)
-        if found is None:
-            found = self._layouts[layout] = super()._snapshot(tensor)
+        with places.below:
+            layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.device)
+            found = self._layouts.get(layout)
+            if found is None:
+                found = self._layouts[layout] = super()._snapshot(tensor)
         return found
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].device  # asked more often than all else, and no operator
+            # Asked more often than all else, and no operator; who asks here is the dispatcher, or autograd.
+            return _META if args[0].fake_mode.in_kernel_invocation else args[0]._fake_device
         if any(_is_wrapper(kind) for kind in types):
             return NotImplemented  # DTensor and its like call the operators of their local tensors
         # In a backward pass, the modes that answer a script's own calls would see each look at a tensor here.
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), places.below:
             return self._called(func, args, kwargs or {})
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _ITEM and isinstance(args[0], FakeTensor):
             return answer(args[0], self.note)
-        out = self._shapes.call(func, args, kwargs)
+        out = self._placed(func, args, kwargs)
+        if func.namespace == "_c10d_functional":
+            exchanged(func, args, out)
         if not self._recording or self._paused or func.namespace in SILENT_NAMESPACES:
             return out
         if func in HANDLES:
@@ -539,6 +581,19 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             self._communicate(func, args, kwargs, out)
         else:
             self._record(func, args, kwargs, out)
+        return out
+
+    def _placed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator makes, on the device that it makes it on."""
+        device = kwargs.get("device")
+        elsewhere = device is not None and device.type == "cuda"
+        if elsewhere and not self.gpus:
+            raise CaptureError(f"this {NO_GPU}")
+        out = self._shapes.call(func, args, kwargs | {"device": _CPU} if elsewhere else kwargs)
+        if elsewhere:
+            places.mark(out)
+        else:
+            places.follow(args, out)
         return out
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

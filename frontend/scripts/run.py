@@ -27,6 +27,7 @@ from echograph.frontend.pytorch.capture import fake_mode, plain_attention_masks,
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.pytorch.userfile import reason
+from echograph.frontend.scripts import stand_ins
 from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
@@ -43,17 +44,35 @@ class Script:
 
     Attributes:
         path: the file.
+        module: its dotted name, where it is run as `python -m` does; "": as a file.
         arguments: what it finds behind its name in `sys.argv`.
         step: which training step is recorded, counted from 1.
         whole: whether it goes on after that step.
         host: prices what the script's own work is for the host; None: that is not counted.
+        strict: whether what is unlikely to be meant (`checks`) is an error.
     """
 
     path: Path
+    module: str = ""
     arguments: Sequence[str] = ()
     step: int = 2
     whole: bool = False
     host: HostPrice | None = None
+    strict: bool = False
+
+    @classmethod
+    def of_module(cls, name: str, **fields: Any) -> Script:
+        """The script that `python -m name` runs, from the working directory or what is installed.
+
+        Raises:
+            InputError: there is no such module.
+        """
+        parts = name.split(".")
+        for folder in (Path.cwd(), *map(Path, sys.path)):
+            for file in (folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__main__.py")):
+                if file.is_file():
+                    return cls(path=file, module=name, **fields)
+        raise InputError(f"--module {name}: no such module here, nor among those that are installed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,12 +82,12 @@ class ScriptRun:
     Attributes:
         world: which rank it was.
         recorder: holds the recorded step.
-        axes: the mesh, as the adapter tells it.
+        meshes: what the mesh may be, as the adapter tells it.
     """
 
     world: World
     recorder: ScriptRecorder
-    axes: dict[str, int] | None
+    meshes: list[dict[str, int]]
 
 
 def run_script(script: Script, world: World, adapter: Adapter, results: Results | None = None) -> ScriptRun:
@@ -89,7 +108,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         raise InputError(f"{script.path}: no such file: give a Python script")
     with ExitStack() as stack:
         enter = stack.enter_context
-        enter(_as_main(script))
+        enter(_as_main(script, adapter.launched(script.path, script.arguments, world)))
         enter(world.entered())
         mode = enter(fake_mode())
         recorder = (CountingRecorder if script.host is not None else ScriptRecorder)(
@@ -100,14 +119,15 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
             recorder.stands_in = script.host.stands_in
         enter(patched(os, "_exit", _exit_as_sys))
         enter(replaced(torch, "compile", _left_out))
+        enter(stand_ins.standing_in(recorder.note))
         enter(quiet_fakes())
         enter(cuda_operators())
         enter(plain_attention_masks())
         enter(recorder.hooked())
         enter(adapter.installed(world, recorder))
         _run(script, recorder)
-        axes = adapter.axes(world)
-    return ScriptRun(world=world, recorder=recorder, axes=None if axes is None else dict(axes))
+        meshes = list(map(dict, adapter.meshes(world)))
+    return ScriptRun(world=world, recorder=recorder, meshes=meshes)
 
 
 def _left_out(model: Any = None, *_: Any, **__: Any) -> Any:
@@ -156,7 +176,10 @@ def _run(script: Script, recorder: ScriptRecorder) -> None:
     status: object = 0
     try:
         with recorder, _children_end_here():
-            runpy.run_path(str(script.path), run_name="__main__")
+            if script.module:
+                runpy.run_module(script.module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(script.path), run_name="__main__")
     except StepRecorded:
         return
     except CaptureError as error:
@@ -227,13 +250,13 @@ def script_line(path: Path, error: BaseException) -> str:
 
 
 @contextmanager
-def _as_main(script: Script) -> Iterator[None]:
+def _as_main(script: Script, arguments: Sequence[str]) -> Iterator[None]:
     """The interpreter as a script finds it, then as it was; what was imported from beside it is forgotten."""
     folder = str(script.path.resolve().parent)
     argv, path, before, here = sys.argv, list(sys.path), set(sys.modules), Path.cwd()
     hook = sys.excepthook
-    sys.argv = [str(script.path), *script.arguments]
-    sys.path.insert(0, folder)
+    sys.argv = [str(script.path), *arguments]
+    sys.path.insert(0, str(here) if script.module else folder)
     try:
         yield
     finally:

@@ -10,23 +10,31 @@ to be those of the last output known; the stage that makes them says later wheth
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
+from inspect import getattr_static
+from math import prod
 from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
-from echograph.frontend.pytorch.known_values import real
+from echograph.frontend.pytorch.known_values import given, real
 from echograph.frontend.scripts import device
-from echograph.frontend.scripts.adapter import Adapter, patched
+from echograph.frontend.scripts.adapter import Adapter, patched, replaced
+from echograph.frontend.scripts.checks import one_rank
 from echograph.frontend.scripts.host_work import compiled
 from echograph.frontend.scripts.recorder import ScriptRecorder
+from echograph.frontend.scripts.saved import Saved, weights
+from echograph.frontend.scripts.values import line_of_script
 from echograph.frontend.scripts.world import World
 from echograph.ir.passes.fuse import COMPILED
 
@@ -153,28 +161,42 @@ class TorchAdapter(Adapter):
 
         self._meshes.clear()
         _forget_meshes()
-        recorder.stack = self.stack
+        recorder.stack, recorder.gpus = self.stack, world.gpus
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(device.present(world, recorder.note, recorder.counter))
             # It draws until all values are within bounds, which without values is for ever.
             enter(patched(torch.nn.init, "_no_grad_trunc_normal_", lambda _: lambda tensor, *_, **__: tensor))
-            enter(patched(torch, "save", lambda _: _not_saved(recorder)))
+            saved = Saved(recorder.note)
+            enter(patched(torch, "save", saved.saving))
+            enter(patched(torch, "load", saved.loading))
+            if importlib.util.find_spec("safetensors") is not None:
+                enter(patched(importlib.import_module("safetensors.torch"), "load_file", weights))
             enter(patched(torch, "compile", lambda _: compiling(recorder, self.compiles)))
             enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))
             enter(patched(DataLoader, "__init__", _in_this_process))
             enter(patched(dataloader._BaseDataLoaderIter, "__init__", lambda f: _quietly(recorder, _really(f))))
-            enter(patched(dataloader._BaseDataLoaderIter, "__next__", lambda f: _quietly(recorder, f)))
+            enter(patched(dataloader._BaseDataLoaderIter, "__next__", lambda f: _loading(recorder, f)))
             enter(patched(dataloader._BaseDataLoaderIter, "_next_index", _really))
             enter(patched(device_mesh.DeviceMesh, "__init__", lambda f: self._mesh(world, f)))
+            for name in _OF_MESHES:
+                if hasattr(device_mesh.DeviceMesh, name):
+                    static = isinstance(getattr_static(device_mesh.DeviceMesh, name), staticmethod)
+                    enter(patched(device_mesh.DeviceMesh, name, _static if static else _with_values))
+            ranks = property(_with_values(getattr_static(device_mesh.DeviceMesh, "mesh").fget))
+            enter(replaced(device_mesh.DeviceMesh, "mesh", ranks))
             for owner in (device_mesh, torch.distributed):
                 if hasattr(owner, "init_device_mesh"):
                     enter(patched(owner, "init_device_mesh", lambda f: _cpu_mesh(world, f)))
+            # A random operator of a DTensor would be one of a device's generator, which has no state here.
+            for name in ("_random", "_dispatch"):
+                owner = importlib.import_module(f"torch.distributed.tensor.{name}")
+                enter(replaced(owner, "is_rng_supported_mesh", lambda *_: False))
             propagator = _sharding_prop.ShardingPropagator
             enter(patched(propagator, "_propagate_tensor_meta_non_cached", lambda f: _quietly(recorder, f)))
-            enter(patched(DistributedDataParallel, "__init__", lambda f: _replicate(recorder, f)))
+            enter(patched(DistributedDataParallel, "__init__", lambda f: _replicate(recorder, world, f)))
             enter(patched(_C10D.Reducer, "_rebuild_buckets", lambda f: _quietly(recorder, _really(f))))
-            enter(patched(FullyShardedDataParallel, "__init__", _on_the_cpu))
+            enter(patched(FullyShardedDataParallel, "__init__", lambda f: _fully_sharded(recorder, world, f)))
             flat = importlib.import_module("torch.distributed.fsdp._flat_param")
             enter(patched(flat, "_same_storage", lambda _: _same_memory))
             runtime = importlib.import_module("torch.distributed.fsdp._runtime_utils")
@@ -187,15 +209,12 @@ class TorchAdapter(Adapter):
             enter(patched(group, "foreach_reduce", lambda f: _carrying(recorder, "gradient", f)))
             yield
 
-    def axes(self, world: World) -> Mapping[str, int] | None:
-        """Of the mesh of all ranks that the script made last, if its dimensions have names."""
-        for names, sizes in reversed(self._meshes):
-            whole = 1
-            for size in sizes:
-                whole *= size
-            if whole == world.size and len(names) == len(sizes):
-                return dict(zip(names, sizes, strict=True))
-        return None
+    def meshes(self, world: World) -> list[Mapping[str, int]]:
+        """Those of all ranks whose dimensions have names, the last that the script made first."""
+        if known := super().meshes(world):
+            return known
+        named = [(names, sizes) for names, sizes in reversed(self._meshes) if len(names) == len(sizes)]
+        return [dict(zip(names, sizes, strict=True)) for names, sizes in named if prod(sizes) == world.size]
 
     def _mesh(self, world: World, original: Callable[..., Any]) -> Callable[..., Any]:
         def init(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -219,19 +238,31 @@ def _forget_meshes() -> None:
     redistribute._gen_transform_infos.cache_clear()
 
 
+# What a mesh asks of the numbers of its ranks.
+_OF_MESHES = (
+    "__getitem__", "_flatten", "_unflatten", "_get_mesh_tensor_from_full_mesh", "_compute_coordinates_from_mesh",
+    "_get_all_submeshes", "_concatenate", "_create_sub_mesh", "_create_flatten_mesh", "_create_unflatten_mesh",
+)  # fmt: skip
+
+
+def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _static(function: Callable[..., Any]) -> Any:
+    return staticmethod(_with_values(function))
+
+
 def _cpu_mesh(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
     def make(device_type: str, *args: Any, **kwargs: Any) -> Any:
         with unset_fake_temporarily():
             return original(device.kind(world, device_type), *args, **kwargs)
 
     return make
-
-
-def _not_saved(recorder: ScriptRecorder) -> Callable[..., None]:
-    def save(*_: Any, **__: Any) -> None:
-        recorder.note("torch.save writes nothing: there are no values to save")
-
-    return save
 
 
 def compiling(recorder: ScriptRecorder, frameworks: tuple[str, ...] = ()) -> Callable[..., Any]:
@@ -289,6 +320,20 @@ def _really(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _loading(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a data set as it is, with values, and makes what it gives the inputs of a step."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with recorder.pausing(), _disable_current_modes():
+            batch = function(*args, **kwargs)
+        tensors = [part for part in tree_leaves(batch) if isinstance(part, Tensor) and part.dim()]
+        if tensors:
+            recorder.loaded = frozenset(int(tensor.shape[0]) for tensor in tensors), line_of_script()
+        return tree_map(partial(given, recorder.fake), batch)
+
+    return run
+
+
 def converted_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
     """`Module._apply`, of `half`, `bfloat16` and `to`, for modules that are fake and whose parameters are kept.
 
@@ -339,7 +384,7 @@ def _gathering(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callab
     return run
 
 
-def _replicate(recorder: ScriptRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def _replicate(recorder: ScriptRecorder, world: World, original: Callable[..., Any]) -> Callable[..., Any]:
     """DDP on fake tensors.
 
     Ranks need not agree on what they have alike. Its C++ reducer cannot take a fake collective's future, so a hook
@@ -352,16 +397,23 @@ def _replicate(recorder: ScriptRecorder, original: Callable[..., Any]) -> Callab
         given |= {"device_ids": None, "output_device": None, "init_sync": False}
         with unset_fake_temporarily():
             original(ddp, module, **given)
+        recorder.warn(one_rank(type(ddp).__name__, ddp.process_group, world, line_of_script()))
         ddp.register_comm_hook(None, _all_reduce_hook(recorder, ddp.process_group))
 
     return init
 
 
-def _on_the_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP, which refuses the CPU where nobody asks for it by name."""
+def _fully_sharded(recorder: ScriptRecorder, world: World, original: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP: ranks are taken to have the same parameters; it refuses a CPU that nobody asks for by name."""
+    from torch.distributed.fsdp import ShardingStrategy
 
     def init(fsdp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        original(fsdp, module, *args, **kwargs | {"device_id": torch.device("cpu"), "sync_module_states": False})
+        kwargs["sync_module_states"] = False
+        if not world.gpus:
+            kwargs["device_id"] = torch.device("cpu")
+        original(fsdp, module, *args, **kwargs)
+        if fsdp.sharding_strategy is ShardingStrategy.NO_SHARD or not hasattr(fsdp, "_inter_node_pg"):
+            recorder.warn(one_rank(type(fsdp).__name__, fsdp.process_group, world, line_of_script()))
 
     return init
 

@@ -11,6 +11,7 @@ What the host knows of small tensors (`frontend.pytorch.known_values`) is answer
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -31,6 +32,7 @@ from echograph.frontend.scripts.adapter import patched
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
+_PYTHON = str(Path(runpy.__file__).parent)
 # Frameworks that are also run from a checkout, beside which scripts lie.
 _FRAMEWORKS = ("megatron.",)
 # Where PyTorch itself passes a question to a tensor on.
@@ -104,6 +106,17 @@ def caller() -> str | None:
     return None
 
 
+def line_of_script() -> str:
+    """`file:line` of the innermost code of the script itself; "" where it is all of libraries."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_OWN, _TORCH, _PYTHON, "<")) and "site-packages" not in name:
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
 class StandInNumber(float):
     """A number that stands for one that is not known."""
 
@@ -150,6 +163,14 @@ def _list(note: NoteTaker, tensor: Tensor) -> Any:
     return [_list(note, row) for row in tensor] if tensor.dim() else answer(tensor, note)
 
 
+def _array(note: NoteTaker, tensor: Tensor, *_: Any, **__: Any) -> Any:
+    line = caller()
+    if line is not None:
+        note(f"{line} reads a tensor's values as an array, which a capture does not have: 1 stands for each")
+    with _disable_current_modes():
+        return torch.ones((), dtype=tensor.dtype).expand(tensor.shape).numpy().copy()
+
+
 def _true(note: NoteTaker, tensor: Tensor) -> bool:
     where = caller()
     if where is None or hasattr(tensor, _FINITE):
@@ -164,6 +185,8 @@ def _format(note: NoteTaker, tensor: Tensor, form: str) -> str:
 QUESTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.item: _item,
     Tensor.tolist: _list,
+    Tensor.numpy: _array,
+    Tensor.__array__: _array,
     Tensor.__bool__: _true,
     Tensor.__float__: lambda note, tensor: float(answer(tensor, note)),
     Tensor.__int__: lambda note, tensor: int(answer(tensor, note)),

@@ -12,3 +12,9 @@ def tell(notes: Iterable[str]) -> None:
     """Says what an answer leaves out or takes for something, a line each."""
     for note in notes:
         LOGGER.warning("note: %s", note)
+
+
+def warn(warnings: Iterable[str]) -> None:
+    """Says what of an answer is unlikely to be meant, a line each."""
+    for warning in warnings:
+        LOGGER.warning("warning: %s", warning)

@@ -18,6 +18,7 @@ from echograph.cli.output import (
     print_notes,
     print_table,
     print_text,
+    print_warnings,
     print_written,
     progress,
     reading,
@@ -216,10 +217,13 @@ def _print_coverage(record: dict[str, Any]) -> None:
 @app.command("capture")
 def capture_command(
     framework: Annotated[str, typer.Argument(help="torch, deepspeed or megatron.")],
-    script: Annotated[Path, typer.Option("--script", help="The training script; it is not edited.")],
+    script: Annotated[Path | None, typer.Option("--script", help="The training script; it is not edited.")] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(help="What the script finds behind its name; give it behind --.")
     ] = None,
+    module: Annotated[
+        str, typer.Option("--module", "-m", help="In place of a script: a module, run as python -m does.")
+    ] = "",
     world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 8,
     local_size: Annotated[int, typer.Option(min=1, help="Ranks of a machine.")] = 8,
     device: Annotated[
@@ -246,6 +250,9 @@ def capture_command(
             "--measure-host", help="Count what the script's own work is for the host, for each operation."
         ),
     ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="End where anything captured is unlikely to be meant.")
+    ] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the job goes.")] = Path("job.pb"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the script prints on stderr.")] = False,
 ) -> None:
@@ -260,14 +267,17 @@ def capture_command(
     captured = capture_script_file(
         script, framework, arguments or (), world_size=world_size, local_size=local_size,
         gpus=device == "cuda", decided=dict(map(parse_decision, decide or ())), ranks=chosen, step=step,
-        whole=whole, config=config, measure_host=measure_host, showing=lambda: progress("starting"), quiet=as_json,
+        whole=whole, config=config, measure_host=measure_host, showing=lambda: progress("starting"), module=module,
+        strict=strict, quiet=as_json,
     )  # fmt: skip
     with progress(f"writing {output}") as say:
         written = save_graph(captured.graph, output, say)
     print_notes(captured.notes)
+    print_warnings(captured.warnings)
     assert isinstance(captured.graph, JobGraph)
     summary = summarize_job(captured.graph)
-    print_json(written | {"notes": list(captured.notes)} | summary) if as_json else _print_job(summary)
+    said = {"notes": list(captured.notes), "warnings": list(captured.warnings)}
+    print_json(written | said | summary) if as_json else _print_job(summary)
     print_written(written)
 
 

@@ -87,6 +87,12 @@ def print_notes(notes: Iterable[str]) -> None:
         print_error(f"note: {note}")
 
 
+def print_warnings(warnings: Iterable[str]) -> None:
+    """What is unlikely to be meant, a line each, beside a result."""
+    for warning in warnings:
+        print_error(f"warning: {warning}")
+
+
 def check_outputs(inputs: Mapping[str, Path], outputs: Mapping[str, Path | None]) -> None:
     """Refuses files that cannot be written before any work is done, and two that are one.
 

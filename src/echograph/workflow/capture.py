@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph
-from echograph.notes import tell
+from echograph.notes import tell, warn
 from echograph.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _NONE: Mapping[str, bool] = {}
 
 
 def capture(
-    script: str | Path,
+    script: str | Path | None = None,
     framework: str = "torch",
     arguments: Sequence[str] = (),
     *,
@@ -33,6 +33,8 @@ def capture(
     whole: bool = False,
     config: str | Path | None = None,
     measure_host: bool = False,
+    module: str = "",
+    strict: bool = False,
     say: Progress = silent,
 ) -> JobGraph:
     """Runs a training script as one rank of a job that is not there, in a process of its own, and takes a step.
@@ -40,7 +42,7 @@ def capture(
     What a graph cannot hold of the script is told to the logger `echograph`.
 
     Args:
-        script: the file; it is not edited.
+        script: the file; it is not edited. None: a module is run.
         framework: "torch", "deepspeed" or "megatron".
         arguments: what the script finds behind its name.
         world_size: ranks of the job.
@@ -52,6 +54,8 @@ def capture(
         whole: let the script go on after that step.
         config: a configuration of DeepSpeed, for scripts that take one.
         measure_host: whether the graph says what the script's own work takes the host before each operation.
+        module: run in place of a file, as `python -m` does.
+        strict: whether what is unlikely to be meant is an error.
         say: told what goes on.
 
     Returns:
@@ -63,16 +67,18 @@ def capture(
         MissingExtraError: the framework, or PyTorch, is not installed.
     """
     captured = capture_script_file(
-        Path(script), framework, arguments, world_size=world_size, local_size=local_size, gpus=gpus,
-        decided=decided, ranks=ranks, step=step, whole=whole, config=None if config is None else Path(config),
-        measure_host=measure_host, showing=lambda: nullcontext(say),
+        None if script is None else Path(script), framework, arguments, world_size=world_size,
+        local_size=local_size, gpus=gpus, decided=decided, ranks=ranks, step=step, whole=whole,
+        config=None if config is None else Path(config),
+        measure_host=measure_host, module=module, strict=strict, showing=lambda: nullcontext(say),
     )  # fmt: skip
     tell(captured.notes)
+    warn(captured.warnings)
     return cast(JobGraph, captured.graph)
 
 
 def capture_script_file(
-    script: Path,
+    script: Path | None,
     framework: str,
     arguments: Sequence[str],
     *,
@@ -86,6 +92,8 @@ def capture_script_file(
     config: Path | None,
     measure_host: bool,
     showing: Callable[[], AbstractContextManager[Progress]],
+    module: str = "",
+    strict: bool = False,
     quiet: bool = False,
 ) -> Imported:
     """`capture` with what the graph cannot hold.
@@ -104,7 +112,12 @@ def capture_script_file(
         config: a configuration of DeepSpeed.
         measure_host: whether the graph says what the host does.
         showing: opens the display of progress, which has threads, once the script's process has been forked.
+        module: run in place of a file.
+        strict: whether warnings are errors.
         quiet: whether what the script prints goes to stderr.
+
+    Raises:
+        UsageError: there is neither a file nor a module, or both.
     """
     from echograph.frontend.scripts import ADAPTERS
     from echograph.frontend.scripts.process import CaptureProcess
@@ -116,13 +129,15 @@ def capture_script_file(
         raise UsageError(
             f"--device cpu is for scripts of plain PyTorch: {framework} is captured as it runs on GPUs"
         )
-    given = adapter.arguments(tuple(arguments), config)
-    asked = Script(
-        path=script, arguments=given, step=step or adapter.steady_step, whole=whole,
-        host=_units() if measure_host else None,
-    )  # fmt: skip
+    if (script is None) == (not module):
+        raise UsageError("give a script by --script, or a module by --module: one of them")
+    asked: dict[str, Any] = {
+        "arguments": adapter.arguments(tuple(arguments), config), "step": step or adapter.steady_step,
+        "whole": whole, "host": _units() if measure_host else None, "strict": strict,
+    }  # fmt: skip
+    run = Script(path=script, **asked) if script is not None else Script.of_module(module, **asked)
     world = World(size=world_size, local_size=local_size, gpus=gpus, decided=dict(decided))
-    with CaptureProcess(asked, world, adapter, ranks=tuple(ranks), quiet=quiet) as running, showing() as say:
+    with CaptureProcess(run, world, adapter, ranks=tuple(ranks), quiet=quiet) as running, showing() as say:
         return running.result(say)
 
 

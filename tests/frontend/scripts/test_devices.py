@@ -47,7 +47,7 @@ ONLY_A_REAL_ONE = {
     "graphed callables": ("torch.cuda.make_graphed_callables(model, (torch.ones(4, 8),))", "CUDA graphs"),
     "extension": ("import torch.utils.cpp_extension as e; e.load('x', ['x.cu'])", "torch.library.register_fake"),
     "runtime": ("import ctypes; ctypes.CDLL('libcudart.so.12')", "a real GPU"),
-    "triton": ("import triton", "torch.library.register_fake"),
+    "triton": ("import triton; triton.jit(lambda x: x)[1](1)", "torch.library.register_fake"),
     "other package": ("import no_such_package_here", "install no_such_package_here"),
     "property": ("torch.cuda.get_device_properties(0).uuid", "no property 'uuid'"),
     "what nobody answers": ("torch.cuda.current_blas_handle()", "does not answer it: leave it out"),

@@ -1,0 +1,156 @@
+"""Where a tensor is: which tensors the script put on the GPU, so that all who ask are told the same.
+
+Fake tensors are on the CPU, as PyTorch's own code sees them (`frontend.scripts.device`). A script, and a library
+in Python, is told that a tensor is on the rank's GPU if it was made or moved there, or was computed from one
+that is. A mark on the tensor says so. The recorder passes marks on from the operands of an operator to its
+results, and answers the dispatcher and autograd, which ask below it (`below`), with the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from echograph.frontend.scripts.adapter import replaced
+
+_GPU = "_echograph_gpu"
+_META = torch.device("meta")
+_ALIAS = torch.ops.aten.alias.default
+
+
+class _Place:
+    """What is the same for all tensors: the rank's GPU, and whether PyTorch itself asks."""
+
+    gpu = torch.device("cuda:0")
+    below = 0
+
+
+def is_gpu(device: Any) -> bool:
+    """Whether a device, as PyTorch takes it, is a GPU."""
+    if isinstance(device, bool):
+        return False
+    if isinstance(device, int):
+        return True
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether the script put a tensor on the GPU; of a DTensor and its like, what it is made of."""
+    inner = getattr(tensor, "_local_tensor", tensor)
+    return _GPU in inner.__dict__
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """The device that a tensor is on, as the script sees it."""
+    if on_gpu(tensor):
+        return _Place.gpu
+    return Tensor.device.__get__(tensor) if not isinstance(tensor, FakeTensor) else tensor._fake_device
+
+
+def mark(tensor: Any, gpu: bool = True) -> None:
+    """Says of a tensor that it is on the GPU, or on the host."""
+    inner = getattr(tensor, "_local_tensor", tensor)
+    if gpu:
+        inner.__dict__[_GPU] = True
+    else:
+        inner.__dict__.pop(_GPU, None)
+
+
+def mark_module(module: nn.Module, gpu: bool = True) -> nn.Module:
+    """The same of all that a module has; gives it back."""
+    for parameter in module.parameters():
+        mark(parameter, gpu)
+        if parameter.grad is not None:
+            mark(parameter.grad, gpu)
+    for buffer in module.buffers():
+        mark(buffer, gpu)
+    return module
+
+
+def moved(tensor: Tensor, made: Any, gpu: bool) -> Any:
+    """A tensor that was moved: another one than before, unless it was there already.
+
+    Args:
+        tensor: before.
+        made: what PyTorch made of it, on the CPU: the same one, perhaps.
+        gpu: where it is now.
+    """
+    if made is tensor:
+        if on_gpu(tensor) == gpu or tensor.device.type == "meta":
+            return tensor
+        made = _ALIAS(tensor) if type(tensor) is Tensor or isinstance(tensor, FakeTensor) else tensor.detach()
+    mark(made, gpu)
+    return made
+
+
+def follow(args: tuple[Any, ...], out: Any) -> None:
+    """The results of an operator are on the GPU if an operand is; what it wrote is where it was."""
+    if not any(map(_has_mark, args)):
+        return
+    for tensor in out if type(out) in (tuple, list) else (out,):
+        if isinstance(tensor, Tensor) and not any(tensor is given for given in args):
+            tensor.__dict__[_GPU] = True
+
+
+def _has_mark(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return _GPU in value.__dict__
+    # Of several tensors, which are all in one place.
+    return (
+        type(value) in (list, tuple) and bool(value) and isinstance(value[0], Tensor) and _GPU in value[0].__dict__
+    )
+
+
+class _Below:
+    """In the context PyTorch's own code asks: its fake tensors are on the CPU."""
+
+    def __enter__(self) -> None:
+        _Place.below += 1
+
+    def __exit__(self, *_: object) -> None:
+        _Place.below -= 1
+
+
+below = _Below()
+
+
+def _device(tensor: FakeTensor) -> torch.device:
+    if tensor.fake_mode.in_kernel_invocation:
+        return _META
+    if _GPU in tensor.__dict__ and not _Place.below:
+        return _Place.gpu
+    return tensor._fake_device
+
+
+@contextmanager
+def answered(index: int) -> Iterator[None]:
+    """In the context, tensors say where they are.
+
+    Args:
+        index: of the rank's GPU on its machine.
+    """
+    from torch.distributed.tensor import DTensor
+
+    _Place.gpu, _Place.below = torch.device("cuda", index), 0
+    local = property(lambda tensor: tensor._local_tensor.device)
+    new = FakeTensor.__new__
+
+    def parameter(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        # Libraries make a parameter by the class of another one, which is that of fake tensors here.
+        if kwargs.keys() <= {"requires_grad"} and len(args) == 1 and isinstance(args[0], Tensor):
+            made = nn.Parameter(args[0], **kwargs)
+            mark(made, on_gpu(args[0]))
+            return made
+        return new(kind, *args, **kwargs)
+
+    with (
+        replaced(FakeTensor, "device", property(_device)),
+        replaced(FakeTensor, "__new__", staticmethod(parameter)),
+        replaced(DTensor, "device", local),
+    ):
+        yield

@@ -1,0 +1,88 @@
+"""What a script saves and loads: kept in memory by the file's name, since there are no values to write.
+
+Of a file of safetensors, which others wrote, shapes and types are read.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echograph.errors import CaptureError
+
+
+class Saved:
+    """What was saved in a run, by file.
+
+    Args:
+        note: is told that nothing was written.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._kept: dict[str, Any] = {}
+
+    def saving(self, original: Callable[..., Any]) -> Callable[..., None]:
+        """`torch.save` that keeps what it is given."""
+        del original
+
+        def save(obj: Any, f: Any, *_: Any, **__: Any) -> None:
+            self._note("torch.save writes nothing: there are no values to save")
+            if (name := _file(f)) is not None:
+                self._kept[name] = obj
+
+        return save
+
+    def loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`torch.load` that gives a copy of what the run saved there, and reads all other files."""
+
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            name = _file(f)
+            if name is None or name not in self._kept:
+                return original(f, *args, **kwargs)
+            try:
+                return copy.deepcopy(self._kept[name])
+            except (TypeError, RuntimeError, NotImplementedError):  # a process group, a lock
+                return self._kept[name]
+
+        return load
+
+
+# Names of types in the header of a file of safetensors, and PyTorch's.
+_SAFE = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_MOST_HEADER = 100 * 2**20  # as safetensors has it
+
+
+def weights(original: Callable[..., Any]) -> Callable[..., dict[str, Tensor]]:
+    """`safetensors.torch.load_file` that reads the header alone: names, shapes and types."""
+    del original
+
+    def load_file(filename: str | os.PathLike[str], device: Any = "cpu") -> dict[str, Tensor]:
+        with Path(filename).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MOST_HEADER:
+                raise CaptureError(f"{filename}: no file of safetensors: its header says {length:,} bytes")
+            header = json.loads(file.read(length))
+        return {
+            name: torch.empty(held["shape"], dtype=_SAFE[held["dtype"]], device=device)
+            for name, held in header.items()
+            if name != "__metadata__"
+        }
+
+    return load_file
+
+
+def _file(f: Any) -> str | None:
+    name = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
+    return str(Path(os.fspath(name)).absolute()) if isinstance(name, str | os.PathLike) else None

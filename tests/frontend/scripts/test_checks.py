@@ -1,0 +1,167 @@
+"""What a capture counted is held against the script: a warning names the line; if strict, it is the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echograph.errors import CaptureError
+from echograph.frontend.pytorch.annotate import OPTIMIZER, PHASE
+from echograph.frontend.scripts.capture import capture_script
+from echograph.frontend.scripts.run import Script, run_script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+
+DDP = """import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group()
+model = torch.nn.Linear(8, 8).cuda()
+model = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(4, 8).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def warned(folder: Path, text: str, size: int = 4, *, strict: bool = False) -> tuple[str, ...]:
+    path = folder / "train.py"
+    path.write_text(text)
+    return capture_script(Script(path=path, strict=strict), World(size=size), TorchAdapter()).warnings
+
+
+def test_a_script_as_it_should_be_is_warned_of_nothing(tmp_path: Path) -> None:
+    assert warned(tmp_path, DDP) == ()
+
+
+def test_a_wrapper_that_divides_nothing(tmp_path: Path) -> None:
+    text = DDP.replace("Parallel(model)", "Parallel(model, process_group=dist.new_group([dist.get_rank()]))")
+    found = warned(tmp_path, text)
+    assert len(found) == 2
+    assert found[0].startswith("train.py:6: DistributedDataParallel has a group of one rank, of 4 in the world")
+    assert found[1].startswith("train.py:10: all groups that communicate in this step have one rank")
+    assert warned(tmp_path, text, size=1) == ()
+
+
+def test_a_step_in_which_nobody_communicates(tmp_path: Path) -> None:
+    text = DDP.replace("model = DistributedDataParallel(model)", "pass")
+    (found,) = warned(tmp_path, text)
+    assert found.startswith("train.py:10: no rank communicates in this step of 4 ranks")
+    with pytest.raises(CaptureError, match=r"^train\.py:10: no rank communicates .*\(--strict\)$"):
+        warned(tmp_path, text, strict=True)
+    assert warned(tmp_path, text, size=1, strict=True) == ()
+
+
+def test_a_parameter_that_no_backward_pass_reaches(tmp_path: Path) -> None:
+    left = "model = torch.nn.Linear(8, 8).cuda(); model.left = torch.nn.Parameter(torch.ones(3).cuda())"
+    text = DDP.replace("model = torch.nn.Linear(8, 8).cuda()", left)
+    (found,) = warned(tmp_path, text.replace("model = DistributedDataParallel(model)", "pass"), size=1)
+    assert found.startswith("train.py:10: the optimizer steps, and a parameter gets no gradient (left)")
+
+
+LOADER = """import torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in DataLoader(torch.ones(64, 8), batch_size=8):
+    model(x{part}).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_samples_that_are_not_those_of_the_loader(tmp_path: Path) -> None:
+    assert warned(tmp_path, LOADER.format(part=""), size=1) == ()
+    assert warned(tmp_path, LOADER.format(part="[:4]"), size=1) == ()
+    (found,) = warned(tmp_path, LOADER.format(part="[:3]"), size=1)
+    assert found.startswith("train.py:5: the loader gives batches of 8, and the model's first input has 3 samples")
+
+
+def test_what_prepares_data_counts_no_samples(tmp_path: Path) -> None:
+    """A module without parameters, as torchvision's transforms are, runs for each image of a data set."""
+    text = """import torch
+from torch.utils.data import DataLoader, Dataset
+class Normalize(torch.nn.Module):
+    def forward(self, x):
+        return x - 1
+class Images(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        return Normalize()(torch.ones(3, 4))
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in DataLoader(Images(), batch_size=8):
+    model(x).sum().backward()
+    optimizer.step()
+"""
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    captured = capture_script(Script(path=path), World(), TorchAdapter())
+    assert captured.warnings == ()
+    assert captured.graph.workload.batch_size == 8
+
+
+CONTAINER = """import torch
+class Both(torch.optim.Optimizer):
+    def __init__(self, parts):
+        parts = list(parts)
+        self.parts = [torch.optim.SGD([p], lr=0.1) for p in parts]
+        super().__init__(parts, {})
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+model = torch.nn.Linear(8, 8)
+optimizer = Both(model.parameters())
+for step in range(3):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_an_optimizer_of_optimizers_steps_once(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(CONTAINER)
+    run = run_script(Script(path=path), World(), TorchAdapter())
+    assert run.recorder.steps == 2
+    updates = [n for n in run.recorder.graph.nodes if n.meta.get(PHASE) == OPTIMIZER]
+    assert len(updates) == 2
+
+
+def test_a_module_runs_as_python_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "trainer_of_a_test"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sizes.py").write_text("WIDTH = 8\n")
+    text = DDP.replace("import torch\n", "import torch\nfrom .sizes import WIDTH\nassert __package__\n", 1)
+    (package / "train.py").write_text(text.replace("(8, 8)", "(WIDTH, 8)"))
+    monkeypatch.chdir(tmp_path)
+    job = capture_script(Script.of_module("trainer_of_a_test.train"), World(size=4), TorchAdapter()).graph
+    assert job.workload.parameters == 72
+
+
+def test_stand_ins_are_there_for_a_run_alone(tmp_path: Path) -> None:
+    text = """import torch, triton, triton.language as tl
+from triton.runtime.autotuner import OutOfResources
+from flash_attn import flash_attn_func
+@triton.autotune(configs=[triton.Config({})], key=[])
+@triton.jit
+def mine(x, n: tl.constexpr):
+    pass
+model = torch.nn.Linear(64, 64).cuda().bfloat16()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x = model(torch.ones(2, 16, 64).cuda().bfloat16()).view(2, 16, 4, 16)
+    flash_attn_func(x, x, x, causal=True).sum().backward()
+    optimizer.step()
+"""
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    run = run_script(Script(path=path), World(), TorchAdapter())
+    assert any("scaled_dot_product_flash_attention" in str(node.target) for node in run.recorder.graph.nodes)
+    assert any("flash_attn is not installed" in note for note in run.recorder.notes)
+    path.write_text(text.replace("    optimizer.step()", "    mine[1](x, 3)"))
+    with pytest.raises(CaptureError, match=r"train\.py:13: the kernel mine is written in Triton"):
+        run_script(Script(path=path), World(), TorchAdapter())
