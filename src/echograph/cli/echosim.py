@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echograph.cli.app import make_app, require_torch, run
-from echograph.cli.options import GraphFile, Json, Output, TraceFile, parse_ranks, with_options
+from echograph.cli.options import GraphFile, Json, Output, TraceFile, fixed, parse_ranks, size, with_options
 from echograph.cli.output import (
     check_outputs,
     print_json,
@@ -121,6 +121,64 @@ def run_command(
         from echograph.workflow.report.prediction import page
 
         write_text(html, page(result, job, plan, system, scenario, notes, near), "page: open it in a browser")
+
+
+@app.command("plan")
+@with_options
+def plan_command(
+    graph: GraphFile,
+    plan: Plan,
+    system_options: SystemOptions,
+    scenario: Scenario,
+    fix: Annotated[list[str] | None, typer.Option(help="Only plans with this, as tp=8.")] = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(help="Values to try, as tp=4,8 or gpus=256..1024:x2; also of words left as they are otherwise."),
+    ] = None,
+    objective: Annotated[str, typer.Option(help="step, tokens-per-s, cost, mfu, energy or goodput.")] = "step",
+    max_memory: Annotated[
+        str | None, typer.Option(help="What a device may hold, as 72GiB [default: all it has]", show_default=False)
+    ] = None,
+    limit: Annotated[
+        float | None,
+        typer.Option("--time", help="Seconds after which it answers with the best so far.", show_default=False),
+    ] = None,
+    top: Annotated[int, typer.Option(help="How many of the best.", min=1)] = 10,
+    jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
+    write: Annotated[
+        list[str] | None,
+        typer.Option(help="Write the best as FORMAT:FILE: plan, megatron, deepspeed, torchtitan or accelerate."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best as a plan file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the best plans: of every way to spread the step that divides and fits in memory, the fastest."""
+    from math import inf
+
+    from echograph.workflow.search import search
+    from echograph.workflow.search.space import parse_axis
+    from echograph.workflow.search.writers import parse_target, written
+
+    targets = [parse_target(text) for text in write or ()]
+    files = {"--output": output, **{f"--write {name}": path for name, path in targets}}
+    check_outputs({"the graph": graph}, files)
+    axes = dict(parse_axis("--over", text) for text in over or ())
+    axes |= fixed([parse_axis("--fix", text) for text in fix or ()])
+    system = system_options.system(plan.cluster)
+    with reading(graph) as (loaded, say):
+        found = search(
+            loaded, plan, system, scenario, over=axes, objective=objective, top=top, jobs=jobs, say=say,
+            max_memory_bytes=size("--max-memory", max_memory), time_s=inf if limit is None else limit,
+        )  # fmt: skip
+    print_json(found.to_json()) if as_json else print_text(str(found))
+    if found.best and (targets or output):
+        texts = [(path, written(name, found.best[0].plan, found.sizes(found.best[0]))) for name, path in targets]
+        write_text(output, written("plan", found.best[0].plan, found.sizes(found.best[0]))[0], "plan file")
+        for path, (text, notes) in texts:
+            print_notes(notes)
+            write_text(path, text, "the best plan")
+    if found.ended == "interrupt":
+        raise KeyboardInterrupt
 
 
 @app.command("replay")
