@@ -12,6 +12,7 @@ from echograph.cli.app import make_app, require_torch, run
 from echograph.cli.options import GraphFile, Json, Output, TraceFile, fixed, parse_ranks, size, with_options
 from echograph.cli.output import (
     check_outputs,
+    print_error,
     print_json,
     print_line,
     print_notes,
@@ -178,6 +179,50 @@ def plan_command(
             print_notes(notes)
             write_text(path, text, "the best plan")
     if found.ended == "interrupt":
+        raise KeyboardInterrupt
+
+
+@app.command("sweep")
+@with_options
+def sweep_command(
+    graph: GraphFile,
+    plan: Plan,
+    system_options: SystemOptions,
+    scenario: Scenario,
+    over: Annotated[
+        list[str],
+        typer.Option(help="What varies: gpus=8..1024:x2, cluster=dgx-h100,dgx-b200, cluster.network.nic_GBps=25,50."),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Table to write, .csv or .parquet; what it has is kept.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page of curves: one file, which loads nothing.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
+    as_json: Json = False,
+) -> None:
+    """Predict every point of a grid: one row a point, kept as soon as it is finished."""
+    from echograph.workflow.sweep import sweep
+    from echograph.workflow.sweep.grid import parse_grid_axis
+    from echograph.workflow.sweep.store import check_table, journal_of, write_table
+
+    axes = [parse_grid_axis("--over", text) for text in over]
+    check_outputs({"the graph": graph}, {"--output": output, "--html": html})
+    if output is not None:
+        check_table(output)
+    with reading(graph) as (loaded, say):
+        found = sweep(
+            loaded, axes, plan, system_options, scenario,
+            journal_path=None if output is None else journal_of(output), jobs=jobs, say=say,
+        )  # fmt: skip
+    print_json(found.to_json()) if as_json else print_text(str(found))
+    if output is not None:
+        write_table(output, found.rows)
+        print_error(f"wrote {output} ({len(found.rows)} points, {found.known} of them known before)")
+    if html is not None:
+        from echograph.workflow.report.sweep import sweep_page
+
+        write_text(html, sweep_page(found), "page: open it in a browser")
+    if found.ended:
         raise KeyboardInterrupt
 
 

@@ -16,7 +16,6 @@ from echograph.workflow.search import search
 from echograph.workflow.search.objective import OBJECTIVES, objective
 from echograph.workflow.search.space import parse_axis, space, words
 from echograph.workflow.system import System
-from echograph.units import MIB
 
 BASE = Plan(gpus=8, global_batch=16)
 SMALL: dict[str, tuple[Any, ...]] = {
@@ -68,10 +67,12 @@ def test_the_best_are_those_of_every_plan(dense: StepGraph, name: str) -> None:
 
 
 def test_memory_decides_as_it_does_alone(dense: StepGraph) -> None:
-    system = System("dgx-h100").with_memory(760 * MIB)
-    every = exhaustive(dense, system, SMALL)
-    assert 0 < len(every) < len(exhaustive(dense, System("dgx-h100"), SMALL))
-    found = search(dense, BASE, System("dgx-h100"), over=SMALL, max_memory_bytes=760 * MIB, top=3)
+    whole = System("dgx-h100")
+    needs = sorted(one.device_bytes for one in search(dense, BASE, whole, over=SMALL, top=100).best)
+    most = needs[len(needs) // 2]
+    every = exhaustive(dense, whole.with_memory(most), SMALL)
+    assert 0 < len(every) < len(needs)
+    found = search(dense, BASE, whole, over=SMALL, max_memory_bytes=most, top=3)
     assert [one.plan for one in found.best] == [plan for _, plan in every[:3]]
     assert found.losers.too_large + found.losers.too_large_by_bound > 0
     assert found.losers.least_missing_bytes > 0

@@ -349,7 +349,7 @@ def parse_axis(option: str, text: str) -> tuple[str, tuple[Any, ...]]:
         raise UsageError(f"{option} {text[:60]}: give NAME=VALUE,VALUE as tp=1,2,4, or gpus=8..1024:x2")
     if name not in fields:
         raise UnknownNameError(f"word in {option}:", key.strip(), [n.replace("_", "-") for n in fields])
-    return name, tuple(_typed(option, name, word, fields[name]) for word in words(option, values))
+    return name, tuple(typed(option, name, word, fields[name]) for word in words(option, values))
 
 
 MOST_VALUES = 10_000
@@ -392,7 +392,12 @@ def _range(option: str, text: str, first: str, last: str, step: str) -> list[str
     return found
 
 
-def _typed(option: str, name: str, word: str, kind: type) -> Any:
+def typed(option: str, name: str, word: str, kind: type) -> Any:
+    """A value of a field, of a word.
+
+    Raises:
+        UsageError: it is of another type.
+    """
     if kind is bool:
         if word not in ("true", "false", "yes", "no"):
             raise UsageError(f"{option} {name.replace('_', '-')}={word[:40]}: give true or false")
