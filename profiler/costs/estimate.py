@@ -176,8 +176,8 @@ def _sustained(graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[s
 def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
     """What the boards of all ranks draw over a step, in joules: at rest, and by what their kernels do.
 
-    FLOPs and bytes are at full voltage, and no board draws more than its limit on average. Links, hosts and cooling
-    are not in it.
+    FLOPs and bytes are at full voltage, and no board draws more than its limit on average. Links, hosts and
+    cooling are not in it.
 
     Args:
         job: what every rank executes.

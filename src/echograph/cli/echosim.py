@@ -134,7 +134,9 @@ def plan_command(
     fix: Annotated[list[str] | None, typer.Option(help="Only plans with this, as tp=8.")] = None,
     over: Annotated[
         list[str] | None,
-        typer.Option(help="Values to try, as tp=4,8 or gpus=256..1024:x2; also of words left as they are otherwise."),
+        typer.Option(
+            help="Values to try, as tp=4,8 or gpus=256..1024:x2; also of words left as they are otherwise."
+        ),
     ] = None,
     objective: Annotated[str, typer.Option(help="step, tokens-per-s, cost, mfu, energy or goodput.")] = "step",
     max_memory: Annotated[
@@ -191,12 +193,16 @@ def sweep_command(
     scenario: Scenario,
     over: Annotated[
         list[str],
-        typer.Option(help="What varies: gpus=8..1024:x2, cluster=dgx-h100,dgx-b200, cluster.network.nic_GBps=25,50."),
+        typer.Option(
+            help="What varies: gpus=8..1024:x2, cluster=dgx-h100,dgx-b200, cluster.network.nic_GBps=25,50."
+        ),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Table to write, .csv or .parquet; what it has is kept.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page of curves: one file, which loads nothing.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page of curves: one file, which loads nothing.")
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
     as_json: Json = False,
 ) -> None:

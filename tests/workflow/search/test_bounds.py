@@ -61,7 +61,9 @@ def test_bounds_of_expert_plans_hold(experts: StepGraph) -> None:
     check(experts, Plan(gpus=16, global_batch=64), OVER, 10)
 
 
-@pytest.mark.parametrize("over", [{"precision": ("fp8", "bf16")}, {"stack": ("megatron-core", "torchtitan", "deepspeed")}])
+@pytest.mark.parametrize(
+    "over", [{"precision": ("fp8", "bf16")}, {"stack": ("megatron-core", "torchtitan", "deepspeed")}]
+)
 def test_bounds_hold_with_words_that_change_kernels(dense: StepGraph, over: dict[str, tuple[str, ...]]) -> None:
     check(dense, Plan(gpus=8, global_batch=32), over, 8)
 
@@ -84,6 +86,7 @@ def test_a_scenario_that_shortens_work_lowers_bounds(dense: StepGraph) -> None:
 def test_the_second_bound_counts_the_bubble(dense: StepGraph) -> None:
     bounds = Bounds(dense, _system("dgx-h100"), Scenario())
     few, many = (
-        bounds.second(Plan(gpus=8, pp=2, micro_batch=2, global_batch=batch), 8).step_ps / batch for batch in (8, 512)
+        bounds.second(Plan(gpus=8, pp=2, micro_batch=2, global_batch=batch), 8).step_ps / batch
+        for batch in (8, 512)
     )
     assert few > 1.1 * many

@@ -51,7 +51,7 @@ def exhaustive(
     return sorted(found, key=lambda pair: pair[0])
 
 
-@pytest.mark.parametrize("name", ["step", "cost", "energy", "goodput"])
+@pytest.mark.parametrize("name", ["step", "energy", "goodput", pytest.param("cost", marks=pytest.mark.slow)])
 def test_the_best_are_those_of_every_plan(dense: StepGraph, name: str) -> None:
     system, over = System("dgx-h100"), SMALL | ({"gpus": (4, 8)} if name == "cost" else {})
     base = replace(BASE, gpus=None) if "gpus" in over else BASE
@@ -84,17 +84,20 @@ def test_processes_find_the_same(dense: StepGraph) -> None:
 
 
 def test_bounds_spare_predictions(dense: StepGraph) -> None:
-    """With a single best to find, some plans are known to be slower before they are predicted."""
-    found = search(dense, Plan(gpus=8, global_batch=64), over=SMALL | {"pp": (1, 4), "recompute": ("none", "full")}, top=1)
+    """Where kernels are all that takes time, plans that compute more are known to be slower before."""
+    scenario = Scenario(without=("comm", "host"))
+    found = search(dense, Plan(gpus=8, global_batch=64), scenario=scenario, over=SMALL, top=1)
     assert found.losers.slower_by_bound > 0
 
 
 def test_the_front_is_not_beaten(dense: StepGraph) -> None:
-    found = search(dense, replace(BASE, gpus=None), over=SMALL | {"gpus": (2, 4, 8)}, top=100)
+    found = search(dense, replace(BASE, gpus=None), over=SMALL | {"gpus": (4, 8), "recompute": ("none",)}, top=100)
     figures = {(c.step_s, c.device_bytes, c.gpus) for c in found.best}
     for one in found.front:
         mine = one.step_s, one.device_bytes, one.gpus
-        assert not any(other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in figures)
+        assert not any(
+            other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in figures
+        )
     assert len(found.front) > 1
 
 
@@ -164,7 +167,7 @@ def test_an_unknown_objective_is_said(dense: StepGraph) -> None:
 def test_a_space_without_plans_says_why(dense: StepGraph) -> None:
     with pytest.raises(PlanError, match="does not divide"):
         search(dense, BASE, over={"tp": (3,)})
-    with pytest.raises(PlanError, match="none of .* lacks"):
+    with pytest.raises(PlanError, match=r"none of .* lacks"):
         search(dense, BASE, over=SMALL, max_memory_bytes=2**20)
 
 
@@ -176,7 +179,9 @@ def test_axes_are_read() -> None:
     assert words("--over", "1..2:+0.5,7") == ["1", "1.5", "2", "7"]
 
 
-@pytest.mark.parametrize("text", ["tp", "tp=", "tp=x", "tp=1,,2", "gpus=8..4", "gpus=1..8:x1", "gpus=0..8:x2", "gpus=1..9:*2"])
+@pytest.mark.parametrize(
+    "text", ["tp", "tp=", "tp=x", "tp=1,,2", "gpus=8..4", "gpus=1..8:x1", "gpus=0..8:x2", "gpus=1..9:*2"]
+)
 def test_wrong_axes_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_axis("--over", text)

@@ -6,13 +6,13 @@ Two of them, the second tighter and dearer; a search asks for it only where the 
   parameters with the optimizer's state over all ranks that can share them.
 - `Bounds.second`, from the step of one rank, which plans share that differ in their pipeline and their data
   parallelism alone: the kernels of a micro-batch, as long as they take on the device, cannot run at once on one
-  compute stream, and a stage waits for the ones before it. With t_r the kernels of stage r for one micro-batch, f_i
-  and b_i those of the forward and backward pass of chunk i, and m micro-batches,
+  compute stream, and a stage waits for the ones before it. With t_r the kernels of stage r for one micro-batch,
+  f_i and b_i those of the forward and backward pass of chunk i, and m micro-batches,
 
       step >= max over stages r of (m t_r + sum over i < r of (f_i + b_i)),
 
-  without what may run after a chunk has sent its result, a layer at most. Communication, the host, and what a stage
-  does beside its layers only make a step longer.
+  without what may run after a chunk has sent its result, a layer at most. Communication, the host, and what a
+  stage does beside its layers only make a step longer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from echograph.errors import EchoError
-from echograph.ir.columns import NONE, Bools, Float64, Int64
+from echograph.ir.columns import NONE, Bools, Float64
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.base import pass_text, run, split_at_job
+from echograph.ir.passes.base import run, split_at_job
 from echograph.ir.passes.pipeline.placement import layer_of
 from echograph.ir.types import Gemm, OpKind, Phase, TensorRole
 from echograph.models.stacks import Stack, load_stack
@@ -38,12 +40,15 @@ from echograph.workflow.system import System
 
 _STATES = (TensorRole.PARAMETER, TensorRole.OPTIMIZER_STATE)
 _NARROW = ("fp8", "nvfp4", "fp8_block")
+_NOT_OF_KERNELS = ("comm", "collective:", "host")
+"""Beginnings of selectors of what bounds do not count."""
 _BACK_IN_ORDER = ("gpipe", "1f1b", "interleaved")
 """Schedules that run a chunk's backward pass in one piece."""
 
 
 _MAKES_SMALLER = frozenset({"stack", "precision", "loss", "capacity_factor", "grad_dtype"})
-"""Fields of a plan by which a forward pass may leave less for the backward pass than it does as it was captured."""
+"""Fields of a plan by which a forward pass may leave less for the backward pass than it does as it was
+captured."""
 _NOT_OF_STEP = frozenset(
     {
         "gpus", "cluster", "dp", "global_batch", "pp", "vpp", "schedule", "stage_layers", "zero", "hsdp_replicas",
@@ -114,7 +119,8 @@ class Bounds:
 
     def __init__(self, graph: StepGraph, system: System, scenario: Scenario) -> None:
         self.graph, self.system = graph, system
-        self.shorter = min([1.0, *(scale.factor for scale in scenario.scales)])
+        of_kernels = (s.factor for s in scenario.scales if not s.selector.startswith(_NOT_OF_KERNELS))
+        self.shorter = min([1.0, *of_kernels])
         self._steps: dict[Hashable, StepCost | EchoError] = {}
         self._keeps: dict[tuple[int, str], float] = {}
 
@@ -231,7 +237,8 @@ class Bounds:
 
 
 def _bytes_of(graph: StepGraph, role: TensorRole) -> Float64:
-    """Bytes of every tensor of a role, of all instances; 0 for all others, and for what shares another's memory."""
+    """Bytes of every tensor of a role, of all instances; 0 for all others, and for what shares another's
+    memory."""
     tensors = graph.tensors
     instances = np.zeros(len(tensors))
     for block in graph.blocks:
@@ -298,11 +305,11 @@ def _by_layer(graph: StepGraph, values: Sequence[Float64]) -> list[Float64]:
     return [table[:, at] for at in range(len(sums))]
 
 
-def _runs(codes: Int64, begin: int) -> list[tuple[int, int]]:
+def _runs(codes: npt.NDArray[np.signedinteger[Any]], begin: int) -> list[tuple[int, int]]:
     """Ranges of rows with the same code."""
     cuts = np.flatnonzero(np.diff(codes)) + 1
     edges = [0, *cuts.tolist(), len(codes)]
-    return [(begin + low, begin + high) for low, high in zip(edges, edges[1:], strict=False) if high > low]
+    return [(begin + low, begin + high) for low, high in pairwise(edges) if high > low]
 
 
 def _chunks(cost: StepCost, plan: Plan) -> list[slice]:
@@ -312,7 +319,7 @@ def _chunks(cost: StepCost, plan: Plan) -> list[slice]:
         return []
     least, more = divmod(layers, chunks)
     ends = np.cumsum([0, *(least + (chunk < more) for chunk in range(chunks))]).tolist()
-    return [slice(low, high) for low, high in zip(ends, ends[1:], strict=False)]
+    return [slice(low, high) for low, high in pairwise(ends)]
 
 
 def _step_ps(cost: StepCost, plan: Plan, micro_batches: int) -> float:

@@ -18,17 +18,18 @@ from operator import attrgetter
 from typing import Any
 
 from echograph.errors import EchoError, PlanError, UsageError
-from echograph.ir.graph import StepGraph
+from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.tables import text_table
 from echograph.options import option_name
 from echograph.progress import Progress, silent
 from echograph.simulator.result import Result
-from echograph.ir.tables import text_table
 from echograph.units import format_bytes, format_count, format_time
 from echograph.workflow.plan import Plan
 from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.search.bounds import Bound, Bounds
-from echograph.workflow.search.objective import Objective, objective as objective_named
+from echograph.workflow.search.objective import Objective
+from echograph.workflow.search.objective import objective as objective_named
 from echograph.workflow.search.space import Chosen, Space, space
 from echograph.workflow.search.writers import PlanSizes
 from echograph.workflow.system import System
@@ -189,7 +190,8 @@ class Found:
 
     @property
     def alike(self) -> int:
-        """How many of the best, from the first on, cannot be told apart: each interval overlaps with the first's."""
+        """How many of the best, from the first on, cannot be told apart: each interval overlaps with the
+        first's."""
         if not self.best:
             return 0
         high = self.best[0].interval_s[1]
@@ -287,7 +289,9 @@ def _candidate(number: int, plan: Plan, result: Result, aim: Objective) -> Candi
 class _Search:
     """A search under way."""
 
-    def __init__(self, among: Space, bounds: Bounds, aim: Objective, capacity: int, top: int, say: Progress) -> None:
+    def __init__(
+        self, among: Space, bounds: Bounds, aim: Objective, capacity: int, top: int, say: Progress
+    ) -> None:
         self.among, self.bounds, self.aim = among, bounds, aim
         self.capacity, self.top, self.say = capacity, top, say
         self.losers = Losers()
@@ -385,7 +389,8 @@ class _Search:
 
 
 def _beats(one: Candidate, other: Candidate) -> bool:
-    """Whether a plan is no worse in time, memory and GPUs, and better in one; of equal ones the first of the space."""
+    """Whether a plan is no worse in time, memory and GPUs, and better in one; of equal ones the first of the
+    space."""
     mine, its = ((c.step_s, c.device_bytes, c.gpus) for c in (one, other))
     return all(a <= b for a, b in zip(mine, its, strict=True)) and (mine != its or one.number < other.number)
 
@@ -394,12 +399,13 @@ _DIGITS = re.compile(r"\d[\d,.]*")
 
 
 def _kind_of(text: str) -> str:
-    """What is said of a plan, with its numbers taken out, so that plans of which the same is said count together."""
+    """What is said of a plan, with its numbers taken out, so that plans of which the same is said count
+    together."""
     return _DIGITS.sub("N", text)[:200]
 
 
 def search(
-    graph: StepGraph,
+    graph: StepGraph | JobGraph,
     plan: Plan,
     system: System | None = None,
     scenario: Scenario = _PLAIN,
@@ -531,7 +537,16 @@ def _lines(found: Found) -> Iterator[str]:
 def _table(found: Found, shown: Sequence[Candidate]) -> str:
     several = len({one.gpus for one in found.front}) > 1
     step = found.objective.name in ("step", "tokens-per-s")
-    titles = ["", "step", "90 % interval", "tokens/s", "MFU", "memory", *([] if step else [found.objective.unit]), "plan"]
+    titles = [
+        "",
+        "step",
+        "90 % interval",
+        "tokens/s",
+        "MFU",
+        "memory",
+        *([] if step else [found.objective.unit]),
+        "plan",
+    ]
     rows = []
     for at, one in enumerate(shown, 1):
         low, high = (format_time(round(bound * 1e12)) for bound in one.interval_s)
@@ -539,7 +554,9 @@ def _table(found: Found, shown: Sequence[Candidate]) -> str:
         rate = one.tokens_per_s or one.samples_per_s
         cells = [str(at), format_time(round(one.step_s * 1e12)), f"{low} to {high}", format_count(rate)]
         cells += ["-" if one.mfu is None else f"{one.mfu:.1%}", format_bytes(one.device_bytes)]
-        rows.append([*cells, *([] if step else [f"{one.value:.4g}"]), in_words(one.plan, leave) or "data-parallel"])
+        rows.append(
+            [*cells, *([] if step else [f"{one.value:.4g}"]), in_words(one.plan, leave) or "data-parallel"]
+        )
     return text_table(titles, rows)
 
 
@@ -550,7 +567,14 @@ def _losers(losers: Losers) -> Iterator[str]:
         yield f"    {losers.slower_by_bound:>9,} slower by their bound: their kernels alone take longer"
     if count := losers.too_large_by_bound + losers.too_large:
         nearest = "" if losers.nearest is None else f" ({in_words(losers.nearest)})"
-        yield f"    {count:>9,} do not fit in memory: the nearest lacks {format_bytes(losers.least_missing_bytes)}{nearest}"
+        yield f"    {count:>9,} do not fit in memory:
+        the nearest
+        lacks
+      
+       
+      
+       
+        {format_bytes(losers.least_missing_bytes)}{nearest}"
     for what, counts in (("", losers.refused), ("choices left out: ", losers.divides)):
         for reason, count in counts.most_common(MOST_REASONS):
             yield f"    {count:>9,} {what}{reason}"

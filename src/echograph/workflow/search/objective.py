@@ -1,4 +1,5 @@
-"""What the best plan is the best at: figures of a prediction, of which less is better, each with its lower bound."""
+"""What the best plan is the best at: figures of a prediction, of which less is better, each with its lower
+bound."""
 
 from __future__ import annotations
 
@@ -107,4 +108,3 @@ def objective(name: str, system: System, scenario: Scenario) -> Objective:
     if name not in OBJECTIVES:
         raise UnknownNameError("objective", name, OBJECTIVES)
     return OBJECTIVES[name](system, scenario)
-

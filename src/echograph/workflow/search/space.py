@@ -56,7 +56,8 @@ class Facts:
         for count in gpus:
             if not 1 <= count <= cluster.max_gpus:
                 raise UsageError(
-                    f"--gpus {count}: cluster {cluster.name} has 1 to {cluster.max_gpus} GPUs (max_gpus of its file)"
+                    f"--gpus {count}: cluster {cluster.name} has 1 to {cluster.max_gpus} GPUs "
+                    "(max_gpus of its file)"
                 )
         return cls(
             gpus=tuple(gpus),
@@ -103,7 +104,7 @@ def _divisors(number: int) -> list[int]:
 
 def _left(chosen: Chosen) -> int:
     """GPUs that the axes before an axis leave."""
-    return int(chosen["gpus"]) // prod(chosen.get(name, 1) for name in ("tp", "cp", "pp"))
+    return int(chosen["gpus"] // prod(chosen.get(name, 1) for name in ("tp", "cp", "pp")))
 
 
 def _samples(facts: Facts, chosen: Chosen) -> int:
@@ -223,7 +224,9 @@ AXES: tuple[Axis, ...] = (
         why="does not divide the layers of a stage",
     ),
     Axis(name="schedule", values=_schedules, divides=_runs, why="is of other --pp or --vpp"),
-    Axis(name="ep", values=_expert_sizes, divides=_shares_experts, why="does not divide the experts or their ranks"),
+    Axis(
+        name="ep", values=_expert_sizes, divides=_shares_experts, why="does not divide the experts or their ranks"
+    ),
     Axis(name="zero", values=_stages_of_zero),
     Axis(name="hsdp_replicas", values=_copies, divides=_copied, why="does not divide the ranks of --zero 3"),
     Axis(
@@ -309,7 +312,9 @@ def space(
     asked = given | asked
     for name in ("passes", "cluster", "global_batch", "dp", "stage_layers"):
         if name in asked:
-            raise UsageError(f"{option_name(name)}: is nothing that a search of plans varies or takes: leave it out")
+            raise UsageError(
+                f"{option_name(name)}: is nothing that a search of plans varies or takes: leave it out"
+            )
     gpus = asked.pop("gpus", ())
     if not gpus:
         raise UsageError("--gpus: say how many GPUs there are, as --gpus 512, or --over gpus=256,512")
@@ -366,7 +371,9 @@ def words(option: str, text: str) -> list[str]:
         first, dots, rest = part.strip().partition("..")
         if not dots:
             if not first:
-                raise UsageError(f"{option} {text[:60]}: has an empty value: give values with one comma between them")
+                raise UsageError(
+                    f"{option} {text[:60]}: has an empty value: give values with one comma between them"
+                )
             found.append(first)
             continue
         last, _, step = rest.partition(":")
@@ -385,7 +392,8 @@ def _range(option: str, text: str, first: str, last: str, step: str) -> list[str
     grows = (sign == "x" and size > 1 and low > 0) or (sign == "+" and size > 0)
     if not (grows and low <= high < 1e15):
         raise UsageError(f"{option} {text[:60]}: give FIRST..LAST:xFACTOR or FIRST..LAST:+STEP, as 8..1024:x2")
-    found, value = [], low
+    found: list[str] = []
+    value = low
     while value <= high * (1 + 1e-12) and len(found) <= MOST_VALUES:
         found.append(f"{value:.12g}")
         value = value * size if sign == "x" else value + size

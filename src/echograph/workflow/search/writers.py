@@ -1,7 +1,7 @@
 """A plan in the words of the software that runs it: a plan file, Megatron-LM, DeepSpeed, torchtitan, accelerate.
 
-Each format is a function that asks for the plan's fields one by one. What it has not asked for when it ends, and is
-not as the defaults are, is something that the software has no word for: that is refused, never left out.
+Each format is a function that asks for the plan's fields one by one. What it has not asked for when it ends,
+and is not as the defaults are, is something that the software has no word for: that is refused, never left out.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ def _megatron(of: _Asked) -> str:
     if of.get("capacity_factor") is not None:
         said.append(f"--moe-expert-capacity-factor {plan.capacity_factor:g}")
     said += _megatron_precision(of)
-    of.asked |= {"recompute_early_stop", "expert_imbalance", "loss"}
+    said += of.one_of("loss", {"": [], "eager": [], "fused": ["--cross-entropy-loss-fusion"]})
+    of.asked.add("expert_imbalance")  # which is assumed of the data, not set
+    _its_own_recomputation(of)
     if plan.zero == 3 and plan.pp > 1:
         raise of.refusal("zero")
     return " \\\n".join(said) + "\n"
@@ -182,6 +184,16 @@ def _megatron_precision(of: _Asked) -> list[str]:
     return ["--bf16", "--fp8-format hybrid", f"--fp8-recipe {_RECIPES[precision]}"]
 
 
+def _its_own_recomputation(of: _Asked) -> None:
+    if of.get("recompute_early_stop") is not None:
+        of.note("recomputation ends where it ends it")
+
+
+def _its_own_reduction(of: _Asked) -> None:
+    if of.get("overlap_grad_reduce") is not None:
+        of.note("gradients are reduced when it reduces them")
+
+
 def _alone(of: _Asked, *names: str) -> None:
     """Refuses axes that a format says nothing of."""
     for name in names:
@@ -192,7 +204,8 @@ def _deepspeed(of: _Asked) -> str:
     """DeepSpeed's configuration, which says nothing of how the model is divided."""
     _alone(of, "tp", "cp", "ep", "pp", "vpp", "hsdp_replicas")
     sizes = of.sizes
-    of.asked |= {"micro_batch", "global_batch", "recompute_early_stop"}
+    of.asked |= {"micro_batch", "global_batch"}
+    _its_own_recomputation(of)
     config: dict[str, Any] = {
         "train_batch_size": sizes.global_batch,
         "train_micro_batch_size_per_gpu": sizes.micro_batch,
@@ -210,17 +223,23 @@ def _deepspeed(of: _Asked) -> str:
     if kind := of.one_of("grad_dtype", types):
         config["data_types"] = {"grad_accum_dtype": kind}
     if of.get("recompute") != "none":
-        of.note(f"recomputation ({of.plan.recompute}) is the model's to do: deepspeed.checkpointing or the model's own")
+        of.note(
+            f"recomputation ({of.plan.recompute}) is the model's to do: deepspeed.checkpointing or the model's own"
+        )
     return json.dumps(config, indent=2) + "\n"
 
 
 def _torchtitan(of: _Asked) -> str:
     """Tables of torchtitan's job configuration (torchtitan/config/job_config.py)."""
     plan, sizes = of.plan, of.sizes
-    of.asked |= {"micro_batch", "global_batch", "recompute_early_stop", "overlap_grad_reduce", "schedule"}
+    of.asked |= {"micro_batch", "global_batch", "schedule"}
+    _its_own_recomputation(of)
+    _its_own_reduction(of)
     _alone(of, "distributed_optimizer_instances")
     if of.get("tp") > 1 and not plan.sequence_parallel:
-        raise UsageError("torchtitan has no word for --no-sequence-parallel with --tp: --fix sequence-parallel=true")
+        raise UsageError(
+            "torchtitan has no word for --no-sequence-parallel with --tp: --fix sequence-parallel=true"
+        )
     of.get("sequence_parallel")
     zero, copies = of.one_of("zero", {0: 0, 3: 3}), of.get("hsdp_replicas")
     ranks = sizes.data_ranks
@@ -236,13 +255,16 @@ def _torchtitan(of: _Asked) -> str:
         schedules = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "gpipe": "GPipe"}
         if (schedule := schedules.get(schedule_of(plan))) is None:
             raise of.refusal("schedule")
-        parallel |= {"pipeline_parallel_schedule": schedule, "pipeline_parallel_microbatch_size": sizes.micro_batch}
+        parallel |= {
+            "pipeline_parallel_schedule": schedule,
+            "pipeline_parallel_microbatch_size": sizes.micro_batch,
+        }
         if of.get("vpp") > 1:
             parallel["pipeline_parallel_layers_per_stage"] = -(-sizes.layers // (plan.pp * plan.vpp))
     if (again := of.get("reshard_after_forward")) is not None:
         parallel["fsdp_reshard_after_forward"] = "always" if again else "never"
     local = sizes.micro_batch * (sizes.micro_batches if plan.pp > 1 else 1)
-    training = {"local_batch_size": local, "global_batch_size": sizes.global_batch}
+    training: dict[str, Any] = {"local_batch_size": local, "global_batch_size": sizes.global_batch}
     checkpoint = _torchtitan_recompute(of)
     tables = {"training": training, "parallelism": parallel, "activation_checkpoint": checkpoint}
     precision = of.get("precision") or sizes.dtype
@@ -268,7 +290,9 @@ def _accelerate(of: _Asked) -> str:
     """Hugging Face accelerate's configuration file: DDP, DeepSpeed, FSDP or Megatron-LM, as the plan needs it."""
     plan, sizes = of.plan, of.sizes
     _alone(of, "ep", "cp", "distributed_optimizer_instances")
-    of.asked |= {"micro_batch", "global_batch", "recompute_early_stop", "overlap_grad_reduce", "schedule"}
+    of.asked |= {"micro_batch", "global_batch", "schedule"}
+    _its_own_recomputation(of)
+    _its_own_reduction(of)
     precision = of.get("precision") or sizes.dtype
     if precision not in ("bf16", "fp16", "fp32"):
         raise of.refusal("precision")

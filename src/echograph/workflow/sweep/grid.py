@@ -55,9 +55,9 @@ class SweepPoint:
 
         Args:
             graph: what tells the graph from others.
-            system: what tells the system from others.
+            system: what tells the system from others, whatever options made it.
         """
-        said = [given(part) for part in (self.plan, self.options, self.scenario)]
+        said = [given(replace(self.plan, cluster=Plan().cluster)), given(self.scenario)]
         text = json.dumps([__version__, graph, system, *said], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -84,7 +84,9 @@ def parse_grid_axis(option: str, text: str) -> GridAxis:
     key, separator, values = text.partition("=")
     key = key.strip().removeprefix("--")
     if not separator or not values.strip():
-        raise UsageError(f"{option} {text[:60]}: give NAME=VALUE,VALUE as gpus=8..1024:x2 or cluster=dgx-h100,dgx-b200")
+        raise UsageError(
+            f"{option} {text[:60]}: give NAME=VALUE,VALUE as gpus=8..1024:x2 or cluster=dgx-h100,dgx-b200"
+        )
     found = words(option, values)
     if key.startswith(OF_CLUSTER):
         return GridAxis(name=key, values=tuple(found))

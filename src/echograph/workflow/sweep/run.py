@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from echograph.errors import EchoError, UsageError
-from echograph.ir.graph import Graph, StepGraph
+from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.tables import text_table
 from echograph.progress import Progress, silent
 from echograph.units import format_bytes, format_count, format_time
@@ -135,7 +135,7 @@ def graph_digest(graph: Graph) -> str:
 
 
 def sweep(
-    graph: StepGraph,
+    graph: StepGraph | JobGraph,
     axes: Sequence[GridAxis],
     plan: Plan | None = None,
     options: SystemOptions | None = None,

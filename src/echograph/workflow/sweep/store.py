@@ -1,8 +1,8 @@
 """What a sweep has finished: a journal of one line of JSON a point, and tables of rows made of it.
 
-A line is on the disk before the next point is asked for. A process that is killed loses what it was at; a line that
-it did not finish is not read. Lines are found by what their points ask (`grid.SweepPoint.key`), so a grid that
-grows, or another one over the same file, repeats nothing.
+A line is on the disk before the next point is asked for. A process that is killed loses what it was at; a line
+that it did not finish is not read. Lines are found by what their points ask (`grid.SweepPoint.key`), so a grid
+that grows, or another one over the same file, repeats nothing.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ def journal(path: Path | None) -> Iterator[Journal]:
 def flat(record: Mapping[str, Any]) -> dict[str, Any]:
     """Every scalar of a result, by the path of keys that leads to it; bounds of intervals as `low` and `high`."""
     found: dict[str, Any] = {}
-    left: list[tuple[str, Any]] = [(key, value) for key, value in reversed(record.items())]
+    left: list[tuple[str, Any]] = [(key, value) for key, value in reversed(list(record.items()))]
     while left:
         name, value = left.pop()
         if isinstance(value, Mapping):
-            left += [(f"{name}.{key}", inner) for key, inner in reversed(value.items())]
+            left += [(f"{name}.{key}", inner) for key, inner in reversed(list(value.items()))]
         elif name.endswith("_interval_s") and isinstance(value, list | tuple):
             found[f"{name}.low"], found[f"{name}.high"] = value
         elif value is None or isinstance(value, str | int | float | bool):
