@@ -1,5 +1,4 @@
-"""The page of a sweep: how it scales, where the time goes, what is left of the ideal, two axes at once, the
-table."""
+"""The page of a sweep: how it scales, where the time goes, its efficiency, two axes at once, and the table."""
 
 from __future__ import annotations
 

@@ -237,8 +237,7 @@ class Bounds:
 
 
 def _bytes_of(graph: StepGraph, role: TensorRole) -> Float64:
-    """Bytes of every tensor of a role, of all instances; 0 for all others, and for what shares another's
-    memory."""
+    """Bytes of every tensor of a role, of all instances; 0 for others and for aliases."""
     tensors = graph.tensors
     instances = np.zeros(len(tensors))
     for block in graph.blocks:

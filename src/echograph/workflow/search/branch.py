@@ -190,8 +190,7 @@ class Found:
 
     @property
     def alike(self) -> int:
-        """How many of the best, from the first on, cannot be told apart: each interval overlaps with the
-        first's."""
+        """How many of the best, from the first on, have an interval that overlaps with the first's."""
         if not self.best:
             return 0
         high = self.best[0].interval_s[1]
@@ -389,8 +388,7 @@ class _Search:
 
 
 def _beats(one: Candidate, other: Candidate) -> bool:
-    """Whether a plan is no worse in time, memory and GPUs, and better in one; of equal ones the first of the
-    space."""
+    """Whether a plan is no worse in time, memory and GPUs, and better in one; equal ones: whether it is first."""
     mine, its = ((c.step_s, c.device_bytes, c.gpus) for c in (one, other))
     return all(a <= b for a, b in zip(mine, its, strict=True)) and (mine != its or one.number < other.number)
 
@@ -399,8 +397,7 @@ _DIGITS = re.compile(r"\d[\d,.]*")
 
 
 def _kind_of(text: str) -> str:
-    """What is said of a plan, with its numbers taken out, so that plans of which the same is said count
-    together."""
+    """What is said of a plan without its numbers, so that equal reasons count together."""
     return _DIGITS.sub("N", text)[:200]
 
 
@@ -567,14 +564,8 @@ def _losers(losers: Losers) -> Iterator[str]:
         yield f"    {losers.slower_by_bound:>9,} slower by their bound: their kernels alone take longer"
     if count := losers.too_large_by_bound + losers.too_large:
         nearest = "" if losers.nearest is None else f" ({in_words(losers.nearest)})"
-        yield f"    {count:>9,} do not fit in memory:
-        the nearest
-        lacks
-      
-       
-      
-       
-        {format_bytes(losers.least_missing_bytes)}{nearest}"
+        lacks = format_bytes(losers.least_missing_bytes)
+        yield f"    {count:>9,} do not fit in memory: the nearest lacks {lacks}{nearest}"
     for what, counts in (("", losers.refused), ("choices left out: ", losers.divides)):
         for reason, count in counts.most_common(MOST_REASONS):
             yield f"    {count:>9,} {what}{reason}"

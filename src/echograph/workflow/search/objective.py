@@ -1,5 +1,4 @@
-"""What the best plan is the best at: figures of a prediction, of which less is better, each with its lower
-bound."""
+"""What the best plan is the best at: a figure of a prediction, of which less is better, and its lower bound."""
 
 from __future__ import annotations
 
