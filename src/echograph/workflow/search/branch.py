@@ -244,25 +244,38 @@ class Question:
     scenario: Scenario
     objective: str
 
-    def __call__(self) -> Callable[[tuple[int, Plan]], Candidate | str]:
-        """What predicts a plan: a candidate, or why the graph has no such plan."""
+    def __call__(self) -> Callable[[tuple[int, Plan, float]], Candidate | Slower | str]:
+        """What predicts a plan: a candidate, or why it is none."""
         predictor = Predictor(self.graph, self.system, self.scenario)
         aim = objective_named(self.objective, self.system, self.scenario)
 
-        def answer(point: tuple[int, Plan]) -> Candidate | str:
-            return _predicted(predictor, aim, *point)
+        def answer(point: tuple[int, Plan, float]) -> Candidate | Slower | str:
+            number, plan, last = point
+            try:
+                step = predictor.predict(plan, memory=False, interval=False)
+                if aim.least(step.step_s, step.gpus) > last:
+                    return Slower(step.step_s)
+                return predicted(predictor, aim, number, plan)
+            except (PlanError, UsageError) as error:
+                return str(error)
 
         return answer
 
 
-def _predicted(
-    predictor: Predictor, aim: Objective, number: int, plan: Plan, *, interval: bool = False
-) -> Candidate | str:
-    try:
-        result = predictor.predict(plan, interval=interval)
-    except (PlanError, UsageError) as error:
-        return str(error)
-    return _candidate(number, plan, result, aim)
+@dataclass(frozen=True, slots=True)
+class Slower:
+    """Of a plan that cannot be among the best by its step alone: seconds of that."""
+
+    step_s: float
+
+
+def predicted(predictor: Predictor, aim: Objective, number: int, plan: Plan) -> Candidate:
+    """A plan with its memory and its interval.
+
+    Raises:
+        EchoError: the plan does not fit the graph.
+    """
+    return _candidate(number, plan, predictor.predict(plan), aim)
 
 
 def _candidate(number: int, plan: Plan, result: Result, aim: Objective) -> Candidate:
@@ -295,7 +308,9 @@ class _Search:
         self.capacity, self.top, self.say = capacity, top, say
         self.losers = Losers()
         self.best: list[Candidate] = []
-        self.front: list[Candidate] = []
+        self.fitting: list[Candidate] = []
+        self.slower: list[tuple[float, int, Plan]] = []
+        self.needs: dict[int, float] = {}
         self.simulated = self.considered = 0
         self.left: list[tuple[float, int, int, Chosen | Plan]] = []
 
@@ -335,6 +350,7 @@ class _Search:
             self.losers.refused[_kind_of(str(error))] += 1
             return
         if self._may_fit(bound, plan):
+            self.needs[number] = bound.memory_bytes
             heapq.heappush(self.left, (self._least(bound, chosen["gpus"]), 1, number, plan))
 
     def _missing(self, needed: int, plan: Chosen | Plan) -> None:
@@ -350,7 +366,7 @@ class _Search:
                     return "time"
                 _, _, number, plan = heapq.heappop(self.left)
                 if isinstance(plan, Plan):
-                    at.give((number, plan))
+                    at.give((number, plan, self.last))
                 else:
                     self._tighten(number, plan)
             if not at.busy:
@@ -358,27 +374,51 @@ class _Search:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 return "time"
-            for (_, plan), found in at.take(None if left_s == inf else left_s):
-                self._take(plan, found)
+            for (number, plan, _), found in at.take(None if left_s == inf else left_s):
+                self._take(number, plan, found)
             self.say("predicting plans", self.simulated, self.simulated + at.busy + self._open())
 
     def _open(self) -> int:
         return sum(entry[0] <= self.last for entry in self.left) if len(self.left) < 4096 else len(self.left)
 
-    def _take(self, plan: Plan, found: Candidate | str) -> None:
+    def _take(self, number: int, plan: Plan, found: Candidate | Slower | str) -> None:
         if isinstance(found, str):
             self.losers.refused[_kind_of(found)] += 1
             return
         self.simulated += 1
+        if isinstance(found, Slower):
+            self.losers.slower += 1
+            self.slower.append((found.step_s, number, plan))
+            return
         if not found.fits:
             self.losers.too_large += 1
             self._missing(max(found.device_bytes, self.capacity + 1), plan)
             return
+        self.fitting.append(found)
         insort(self.best, found, key=attrgetter("rank"))
         self.losers.slower += len(self.best) > self.top
         del self.best[self.top :]
-        if not any(_beats(other, found) for other in self.front):
-            self.front = [one for one in self.front if not _beats(found, one)] + [found]
+
+    def front(self, predictor: Predictor, until: float) -> tuple[Candidate, ...]:
+        """The plans that no other predicted one beats, fastest first.
+
+        A slower plan's memory is worked out only where it may be less than that of all faster ones.
+        """
+        front: list[Candidate] = []
+        of_step = [(one.step_s, one.number, one.plan, one) for one in self.fitting]
+        every = [*of_step, *((step_s, number, plan, None) for step_s, number, plan in self.slower)]
+        for at, (_, number, plan, known) in enumerate(sorted(every, key=lambda entry: entry[:2])):
+            least = self.needs[number] if known is None else known.device_bytes
+            if any(one.device_bytes <= least and one.gpus <= (plan.gpus or 1) for one in front):
+                continue
+            if known is None:
+                if time.monotonic() > until:
+                    break
+                self.say("memory of slower plans", at, len(every))
+                known = predicted(predictor, self.aim, number, plan)
+            if known.fits and not any(_beats(one, known) for one in front):
+                front = [one for one in front if not _beats(known, one)] + [known]
+        return tuple(front)
 
     def end(self, ended: str, begun: int) -> None:
         """Counts what was not predicted."""
@@ -462,15 +502,14 @@ def search(
     state.end(ended, begun)
     if not state.best and not ended:
         raise _nothing(state, system)
-    predictor = Predictor(graph, system, scenario)
-    best = tuple(_sure(state.best, predictor, aim, say))
+    front = state.front(Predictor(graph, system, scenario), inf if not ended else 0.0) if state.best else ()
     return Found(
         model=graph.workload.model or graph.name,
         cluster=system.cluster.name,
         device=system.cluster.device,
         objective=aim,
-        best=best,
-        front=tuple(sorted(state.front, key=lambda one: (one.step_s, one.number))),
+        best=tuple(state.best),
+        front=front,
         considered=state.considered,
         simulated=state.simulated,
         losers=state.losers,
@@ -480,15 +519,6 @@ def search(
         layers=among.facts.layers,
         dtype=graph.workload.dtype.text,
     )
-
-
-def _sure(best: Sequence[Candidate], predictor: Predictor, aim: Objective, say: Progress) -> Iterator[Candidate]:
-    """The best with their intervals, which are worked out for them alone."""
-    for at, one in enumerate(best):
-        say("intervals of the best", at, len(best))
-        again = _predicted(predictor, aim, one.number, one.plan, interval=True)
-        assert isinstance(again, Candidate)
-        yield again
 
 
 def _nothing(state: _Search, system: System) -> PlanError:
