@@ -31,6 +31,7 @@ from echograph.units import format_bytes, format_time
 from echograph.workflow.plan import Plan
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System, SystemOptions
+from echograph.workflow.training import TrainingOptions, training
 
 if TYPE_CHECKING:
     from echograph.simulator.result import Result
@@ -48,6 +49,7 @@ def run_command(
     plan: Plan,
     system_options: SystemOptions,
     scenario: Scenario,
+    training_options: TrainingOptions,
     model_communication: Annotated[
         bool,
         typer.Option(
@@ -108,15 +110,19 @@ def run_command(
     print_notes(notes)
     if strict_memory:
         refuse_if_it_does_not_fit(result, near)
+    whole = training(result, system, training_options)
+    record = result.to_json() | ({} if whole is None else {"training": whole.to_json()})
     if as_json:
-        print_json(result.to_json())
+        print_json(record)
     else:
         if result.memory is not None and not result.memory.fits:
             print_line(f"DOES NOT FIT: needs {shortage(result, near)}", alarm=True)
         print_text(str(result))
         if tensors and result.memory is not None:
             print_text("\n".join(result.memory.listed(tensors)))
-    write_json(output, result.to_json(), "result")
+        if whole is not None:
+            print_text(str(whole))
+    write_json(output, record, "result")
     write_trace(trace, result, traced)
     if html is not None:
         from echograph.workflow.report.prediction import page

@@ -502,7 +502,7 @@ def search(
     state.end(ended, begun)
     if not state.best and not ended:
         raise _nothing(state, system)
-    front = state.front(Predictor(graph, system, scenario), inf if not ended else 0.0) if state.best else ()
+    front = state.front(Predictor(graph, system, scenario), began + time_s) if state.best else ()
     return Found(
         model=graph.workload.model or graph.name,
         cluster=system.cluster.name,
