@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echograph.cli.app import make_app, require_torch, run
-from echograph.cli.options import GraphFile, Json, Output, TraceFile, fixed, parse_ranks, size, with_options
+from echograph.cli.options import (
+    GraphFile,
+    Json,
+    Output,
+    TraceFile,
+    fixed,
+    parse_ranks,
+    several,
+    size,
+    with_options,
+)
 from echograph.cli.output import (
     check_outputs,
     print_error,
@@ -134,7 +144,7 @@ def run_command(
 @with_options
 def plan_command(
     graph: GraphFile,
-    plan: Plan,
+    plan: Annotated[dict[str, Any], Plan],
     system_options: SystemOptions,
     scenario: Scenario,
     fix: Annotated[list[str] | None, typer.Option(help="Only plans with this, as tp=8.")] = None,
@@ -171,12 +181,15 @@ def plan_command(
     targets = [parse_target(text) for text in write or ()]
     files = {"--output": output, **{f"--write {name}": path for name, path in targets}}
     check_outputs({"the graph": graph}, files)
-    axes = dict(parse_axis("--over", text) for text in over or ())
-    axes |= fixed([parse_axis("--fix", text) for text in fix or ()])
-    system = system_options.system(plan.cluster)
+    base = Plan(**{name: plan.pop(name) for name in ("cluster", "global_batch") if name in plan})
+    axes = fixed(
+        [*((name, (value,)) for name, value in plan.items()), *(parse_axis("--fix", text) for text in fix or ())]
+    )
+    axes = several(axes, [parse_axis("--over", text) for text in over or ()])
+    system = system_options.system(base.cluster)
     with reading(graph) as (loaded, say):
         found = search(
-            loaded, plan, system, scenario, over=axes, objective=objective, top=top, jobs=jobs, say=say,
+            loaded, base, system, scenario, over=axes, objective=objective, top=top, jobs=jobs, say=say,
             max_memory_bytes=size("--max-memory", max_memory), time_s=inf if limit is None else limit,
         )  # fmt: skip
     print_json(found.to_json()) if as_json else print_text(str(found))

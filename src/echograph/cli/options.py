@@ -117,16 +117,33 @@ def _is_rank(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
-def fixed(axes: Iterable[tuple[str, tuple[Any, ...]]]) -> dict[str, tuple[Any, ...]]:
+Axis = tuple[str, tuple[Any, ...]]
+
+
+def fixed(axes: Iterable[Axis]) -> dict[str, tuple[Any, ...]]:
     """Axes of one value each.
 
     Raises:
-        UsageError: one has several.
+        UsageError: one has several, or stands twice.
     """
-    found = dict(axes)
+    found = several({}, axes)
     for name, values in found.items():
         if len(values) > 1:
             raise UsageError(f"--fix {name.replace('_', '-')}: has {len(values)} values: give one, or use --over")
+    return found
+
+
+def several(fixed: dict[str, tuple[Any, ...]], axes: Iterable[Axis]) -> dict[str, tuple[Any, ...]]:
+    """Fixed axes and others.
+
+    Raises:
+        UsageError: one stands twice.
+    """
+    found = dict(fixed)
+    for name, values in axes:
+        if name in found:
+            raise UsageError(f"{option_name(name)}: is given twice: give all of its values at once, by --over")
+        found[name] = values
     return found
 
 

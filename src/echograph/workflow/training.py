@@ -61,8 +61,8 @@ class Training:
         days_interval: the same at both ends of the step's 90 % interval.
         gpu_hours: of all GPUs.
         price: of them; None where no price was given.
-        energy_kwh: of the boards and what the site adds, without hosts and switches; None where nothing is known of
-            the device's power.
+        energy_kwh: of the boards and what the site adds, without hosts and switches; None where the device's power
+            is not known.
         co2_kg: of that energy; None where no intensity was given.
         pue: that it was worked out with.
     """

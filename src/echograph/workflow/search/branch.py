@@ -459,7 +459,8 @@ def search(
 
     Args:
         graph: the step.
-        plan: what all plans have in common: `gpus` and `global_batch` at least; what else it gives is fixed.
+        plan: what all plans have in common: `gpus` and `global_batch` at least. What else differs from a plan's
+            defaults is fixed; a default is fixed by an axis of one value, as `over={"tp": (1,)}`.
         system: where; None: the cluster that the plan names.
         scenario: what is asked beyond that, as in `simulate`.
         over: fields of `Plan`, each with the values to try: of the axes of a search instead of what it proposes
