@@ -542,7 +542,8 @@ MOST_REASONS = 3
 
 def _lines(found: Found) -> Iterator[str]:
     gpus = sorted({one.gpus for one in (*found.best, *found.front)})
-    yield f"{found.model} on {' or '.join(map(str, gpus)) or 'no'} GPUs of {found.cluster} ({found.device})"
+    many = f"{' or '.join(map(str, gpus))} GPUs of " if gpus else ""
+    yield f"{found.model} on {many}{found.cluster} ({found.device})"
     proof = {
         "": "proven: no other plan of the space is better",
         "time": "the time was over: others may be better",
