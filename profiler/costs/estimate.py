@@ -15,7 +15,7 @@ import numpy as np
 
 from echograph.errors import GraphError, UnavailableError
 from echograph.ir.columns import NONE, Float64, Int64
-from echograph.ir.graph import Graph
+from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate
 from echograph.ir.types import (
     Attention,
@@ -175,6 +175,37 @@ def _sustained(graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[s
     slower = picoseconds.copy()
     slower[at] = np.rint((seconds + paced * (1.0 / clock - 1.0)) * PS_PER_S).astype(np.int64)
     return slower
+
+
+def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
+    """What the boards of all ranks draw over a step, in joules: at rest, and by what their kernels do.
+
+    FLOPs and bytes are at full voltage, and no board draws more than its limit on average. Links, hosts and
+    cooling are not in it.
+
+    Args:
+        job: what every rank executes.
+        device: what runs it; it has a model of power.
+        step_s: seconds of the step.
+    """
+    power, ops = device.power, job.ops
+    assert power is not None
+    rows = np.flatnonzero(np.isin(ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~ops.is_view)
+    memo: dict[Hashable, str] = {}
+    per_flop = np.zeros(len(rows))
+    for at, (row, key) in enumerate(zip(rows.tolist(), _signatures(job, rows.tolist()), strict=True)):
+        if key not in memo:
+            op = job.ops[row]
+            assert isinstance(op, Compute | Copy)
+            memo[key] = _core(op, ([job.tensors[i] for i in op.inputs], []))
+        per_flop[at] = power.joules_per_flop.get(memo[key], 0.0)
+    runs = np.zeros(len(ops))
+    for program in range(len(job.programs)):
+        runs += job.run_counts(program) * float(job.rank_count(program))
+    moved = (ops.bytes_read[rows] + ops.bytes_written[rows]) * power.joules_per_byte
+    each = ops.flops[rows] * _executed(job, rows) * per_flop + moved
+    boards = job.world_size * step_s
+    return min(power.limit_W * boards, power.static_W * boards + float((each * runs[rows]).sum()))
 
 
 def _executed(graph: Graph, at: Int64) -> Float64:

@@ -7,20 +7,22 @@ style: series i has colour i (`page.css`), 8 is the colour of what is left over.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from echograph.profiler.page.frame import key, measure
+from echograph.units import format_count
 
 _Floats = npt.NDArray[np.float64]
 
 COLOURS = 8
 _ROW, _BAR, _TEXT = 34, 10, 12
-_HEIGHT, _POINTS, _BINS = 150, 600, 30
+_HEIGHT, _POINTS, _BINS, _CURVES = 150, 600, 30, 260
 _LABEL, _LONGEST = 160, 400
 
 
@@ -196,6 +198,107 @@ def points(named: Sequence[tuple[str, float, float]], x_unit: str, y_unit: str) 
     parts.append(f'<text class="muted halo" x="0" y="{_TEXT + _HEIGHT}">{escape(measure(low, y_unit))}</text>')
     parts += _ends(left, right, x_unit)
     return '<p class="note">Both scales logarithmic.</p>' + _svg(_HEIGHT + 36, parts)
+
+
+class Curve(NamedTuple):
+    """Values at places, ascending, each with the interval that it lies in."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def curves(series: Mapping[str, Curve], x_unit: str, y_unit: str, *, from_zero: bool = False) -> str:
+    """Lines through marks over the bands of their intervals; scales are logarithmic where values span tenfold.
+
+    Args:
+        series: name to curve; all values are above 0.
+        x_unit: of the places.
+        y_unit: of the values.
+        from_zero: whether the vertical scale begins at 0, in equal steps.
+    """
+    drawn = {name: curve for name, curve in series.items() if len(curve.x)}
+    if not drawn:
+        return ""
+    xs = [value for curve in drawn.values() for value in curve.x]
+    ys = [value for curve in drawn.values() for value in (*curve.low, *curve.high, *curve.y)]
+    left, right, least, most = min(xs), max(xs), 0.0 if from_zero else min(ys), max(ys)
+    across = partial(_share, low=left, high=right, ratio=left > 0 and right >= 10 * left)
+    up = partial(_share, low=least, high=most, ratio=least > 0 and most >= 10 * least)
+    # Room for the ends of the scale below and above the curves.
+    room, tall = (0.0 if from_zero else 18.0), _CURVES
+    inner, marks = [], []
+    for number, (name, curve) in enumerate(drawn.items()):
+        colour = number % COLOURS
+        at = [across(x) * _POINTS for x in curve.x]
+        sides = curve.y, curve.low, curve.high
+        down = [[4 + (1 - up(value)) * (tall - room - 4) for value in side] for side in sides]
+        around = [*zip(at, down[2], strict=True), *reversed(list(zip(at, down[1], strict=True)))]
+        inner.append(
+            f'<polygon class="f{colour}" style="stroke:none" fill-opacity="0.15" points="{_joined(around)}"/>'
+        )
+        inner.append(
+            f'<polyline class="f{colour}" style="fill:none" vector-effect="non-scaling-stroke" '
+            f'points="{_joined(zip(at, down[0], strict=True))}"/>'
+        )
+        for x, y, low, high, place, height in zip(*curve, at, down[0], strict=True):
+            within = f"{counted(low, y_unit)} to {counted(high, y_unit)}"
+            told = f"{name}: {measure(x, x_unit)}: {counted(y, y_unit)} ({within})"
+            marks.append(
+                f'<circle class="f{colour}" cx="{100 * place / _POINTS:.2f}%" cy="{_TEXT + height:.1f}" r="3">'
+                f"<title>{escape(told)}</title></circle>"
+            )
+    parts = [
+        f'<svg y="{_TEXT}" height="{tall}" viewBox="0 0 {_POINTS} {tall}" preserveAspectRatio="none">'
+        f"{''.join(inner)}</svg>",
+        *marks,
+        f'<line class="grid" x1="0" x2="100%" y1="{_TEXT + tall}" y2="{_TEXT + tall}"/>',
+        f'<text class="muted halo" x="0" y="{_TEXT - 2}">{escape(counted(most, y_unit))}</text>',
+        f'<text class="muted halo" x="0" y="{_TEXT + tall - 3}">{escape(counted(least, y_unit))}</text>',
+        *_ends(left, right, x_unit, tall + 30),
+    ]
+    return key(list(drawn)) + _svg(tall + 36, parts)
+
+
+def counted(value: float, unit: str) -> str:
+    """A number with its unit, thousands of it in short."""
+    return f"{format_count(value)} {unit}".rstrip() if abs(value) >= 1000 else measure(value, unit)
+
+
+def _joined(places: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.2f},{y:.2f}" for x, y in places)
+
+
+def heat(
+    columns: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[float, str] | None]]], corner: str = ""
+) -> str:
+    """A table whose cells have the more colour the larger their number is among all.
+
+    Args:
+        columns: titles.
+        rows: title and cells: a number and what is written of it; None where there is nothing.
+        corner: what stands above the titles of the rows.
+    """
+    numbers = [cell[0] for _, cells in rows for cell in cells if cell is not None]
+    if not numbers:
+        return ""
+    low, high = min(numbers), max(numbers)
+    head = "".join(f"<th>{escape(title)}</th>" for title in columns)
+    body = []
+    for title, cells in rows:
+        line = "".join(
+            "<td>–</td>"
+            if cell is None
+            else f'<td style="background:color-mix(in srgb,var(--c0) '
+            f'{5 + 55 * _share(cell[0], low, high, ratio=False):.0f}%,transparent)">{escape(cell[1])}</td>'
+            for cell in cells
+        )
+        body.append(f'<tr><th class="text">{escape(title)}</th>{line}</tr>')
+    return (
+        f'<div class="scroll"><table class="heat"><tr><th class="text">{escape(corner)}</th>{head}</tr>'
+        f"{''.join(body)}</table></div>"
+    )
 
 
 def _share(value: float, low: float, high: float, *, ratio: bool) -> float:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from echograph.workflow.plan import Plan, passes
     from echograph.workflow.predict import lower, replay, simulate
     from echograph.workflow.scenario import Scenario
+    from echograph.workflow.search import search
     from echograph.workflow.system import System
     from echograph.workflow.validation.validate import validate
 
@@ -59,6 +60,7 @@ __all__ = [
     "record",
     "replay",
     "save",
+    "search",
     "simulate",
     "trace_collectives",
     "validate",
@@ -85,6 +87,7 @@ _HOMES = {
     "record": "profiler.record.recorder",
     "replay": "workflow.predict",
     "save": "ir.serde",
+    "search": "workflow.search",
     "simulate": "workflow.predict",
     "trace_collectives": "profiler.comms.tracer",
     "validate": "workflow.validation.validate",

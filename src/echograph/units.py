@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 PS_PER_S = 10**12
 PS_PER_MS = 10**9
 PS_PER_US = 10**6
@@ -45,6 +47,27 @@ def format_bytes(count: int | float) -> str:
             return f"{value:.4g} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
+
+
+_SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_bytes(text: str) -> int | None:
+    """A size as people write it, "72GiB" or "80 GB"; None where it is none."""
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B)\s*", text)
+    if found is None or found[2] not in _SIZES:
+        return None
+    return round(float(found[1]) * _SIZES[found[2]])
+
+
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12, "P": 10**15}
+
+
+def parse_count(text: str) -> int | None:
+    """A count as people write it, "1T", "300B" or "2.5e12"; None where it is none."""
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,6})?(?:[eE]\+?\d{1,2})?)\s*([KMBGTP]?)\s*", text)
+    return None if found is None else round(float(found[1]) * _COUNTS[found[2]])
 
 
 def format_count(count: int | float, unit: str = "") -> str:

@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echograph.cli.app import make_app, require_torch, run
-from echograph.cli.options import GraphFile, Json, Output, TraceFile, parse_ranks, with_options
+from echograph.cli.options import (
+    GraphFile,
+    Json,
+    Output,
+    TraceFile,
+    fixed,
+    parse_ranks,
+    several,
+    size,
+    with_options,
+)
 from echograph.cli.output import (
     check_outputs,
+    print_error,
     print_json,
     print_line,
     print_notes,
@@ -30,6 +41,7 @@ from echograph.units import format_bytes, format_time
 from echograph.workflow.plan import Plan
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System, SystemOptions
+from echograph.workflow.training import TrainingOptions, training
 
 if TYPE_CHECKING:
     from echograph.simulator.result import Result
@@ -47,6 +59,7 @@ def run_command(
     plan: Plan,
     system_options: SystemOptions,
     scenario: Scenario,
+    training_options: TrainingOptions,
     model_communication: Annotated[
         bool,
         typer.Option(
@@ -107,20 +120,135 @@ def run_command(
     print_notes(notes)
     if strict_memory:
         refuse_if_it_does_not_fit(result, near)
+    whole = training(result, system, training_options)
+    record = result.to_json() | ({} if whole is None else {"training": whole.to_json()})
     if as_json:
-        print_json(result.to_json())
+        print_json(record)
     else:
         if result.memory is not None and not result.memory.fits:
             print_line(f"DOES NOT FIT: needs {shortage(result, near)}", alarm=True)
         print_text(str(result))
         if tensors and result.memory is not None:
             print_text("\n".join(result.memory.listed(tensors)))
-    write_json(output, result.to_json(), "result")
+        if whole is not None:
+            print_text(str(whole))
+    write_json(output, record, "result")
     write_trace(trace, result, traced)
     if html is not None:
         from echograph.workflow.report.prediction import page
 
         write_text(html, page(result, job, plan, system, scenario, notes, near), "page: open it in a browser")
+
+
+@app.command("plan")
+@with_options
+def plan_command(
+    graph: GraphFile,
+    plan: Annotated[dict[str, Any], Plan],
+    system_options: SystemOptions,
+    scenario: Scenario,
+    fix: Annotated[list[str] | None, typer.Option(help="Only plans with this, as tp=8.")] = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Values to try, as tp=4,8 or gpus=256..1024:x2; also of words left as they are otherwise."
+        ),
+    ] = None,
+    objective: Annotated[str, typer.Option(help="step, tokens-per-s, cost, mfu, energy or goodput.")] = "step",
+    max_memory: Annotated[
+        str | None, typer.Option(help="What a device may hold, as 72GiB [default: all it has]", show_default=False)
+    ] = None,
+    limit: Annotated[
+        float | None,
+        typer.Option("--time", help="Seconds after which it answers with the best so far.", show_default=False),
+    ] = None,
+    top: Annotated[int, typer.Option(help="How many of the best.", min=1)] = 10,
+    jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
+    write: Annotated[
+        list[str] | None,
+        typer.Option(help="Write the best as FORMAT:FILE: plan, megatron, deepspeed, torchtitan or accelerate."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best as a plan file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the best plans: of every way to spread the step that divides and fits in memory, the fastest."""
+    from math import inf
+
+    from echograph.workflow.search import search
+    from echograph.workflow.search.space import parse_axis
+    from echograph.workflow.search.writers import parse_target, written
+
+    targets = [parse_target(text) for text in write or ()]
+    files = {"--output": output, **{f"--write {name}": path for name, path in targets}}
+    check_outputs({"the graph": graph}, files)
+    base = Plan(**{name: plan.pop(name) for name in ("cluster", "global_batch") if name in plan})
+    axes = fixed(
+        [*((name, (value,)) for name, value in plan.items()), *(parse_axis("--fix", text) for text in fix or ())]
+    )
+    axes = several(axes, [parse_axis("--over", text) for text in over or ()])
+    system = system_options.system(base.cluster)
+    with reading(graph) as (loaded, say):
+        found = search(
+            loaded, base, system, scenario, over=axes, objective=objective, top=top, jobs=jobs, say=say,
+            max_memory_bytes=size("--max-memory", max_memory), time_s=inf if limit is None else limit,
+        )  # fmt: skip
+    print_json(found.to_json()) if as_json else print_text(str(found))
+    if found.best and (targets or output):
+        texts = [(path, written(name, found.best[0].plan, found.sizes(found.best[0]))) for name, path in targets]
+        write_text(output, written("plan", found.best[0].plan, found.sizes(found.best[0]))[0], "plan file")
+        for path, (text, notes) in texts:
+            print_notes(notes)
+            write_text(path, text, "the best plan")
+    if found.ended == "interrupt":
+        raise KeyboardInterrupt
+
+
+@app.command("sweep")
+@with_options
+def sweep_command(
+    graph: GraphFile,
+    plan: Plan,
+    system_options: SystemOptions,
+    scenario: Scenario,
+    over: Annotated[
+        list[str],
+        typer.Option(
+            help="What varies: gpus=8..1024:x2, cluster=dgx-h100,dgx-b200, cluster.network.nic_GBps=25,50."
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Table to write, .csv or .parquet; what it has is kept.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page of curves: one file, which loads nothing.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
+    as_json: Json = False,
+) -> None:
+    """Predict every point of a grid: one row a point, kept as soon as it is finished."""
+    from echograph.workflow.sweep import sweep
+    from echograph.workflow.sweep.grid import parse_grid_axis
+    from echograph.workflow.sweep.store import check_table, journal_of, write_table
+
+    axes = [parse_grid_axis("--over", text) for text in over]
+    check_outputs({"the graph": graph}, {"--output": output, "--html": html})
+    if output is not None:
+        check_table(output)
+    with reading(graph) as (loaded, say):
+        found = sweep(
+            loaded, axes, plan, system_options, scenario,
+            journal_path=None if output is None else journal_of(output), jobs=jobs, say=say,
+        )  # fmt: skip
+    print_json(found.to_json()) if as_json else print_text(str(found))
+    if output is not None:
+        write_table(output, found.rows)
+        print_error(f"wrote {output} ({len(found.rows)} points, {found.known} of them known before)")
+    if html is not None:
+        from echograph.workflow.report.sweep import sweep_page
+
+        write_text(html, sweep_page(found), "page: open it in a browser")
+    if found.ended:
+        raise KeyboardInterrupt
 
 
 @app.command("replay")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -12,6 +12,7 @@ import typer
 
 from echograph.errors import UsageError
 from echograph.options import kinds, option_name
+from echograph.units import parse_bytes
 from echograph.workflow.plan import Plan, read_plan
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -114,3 +115,47 @@ def parse_ranks(option: str, text: str, most: int = 1_000_000) -> tuple[int, ...
 
 def _is_rank(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
+
+
+Axis = tuple[str, tuple[Any, ...]]
+
+
+def fixed(axes: Iterable[Axis]) -> dict[str, tuple[Any, ...]]:
+    """Axes of one value each.
+
+    Raises:
+        UsageError: one has several, or stands twice.
+    """
+    found = several({}, axes)
+    for name, values in found.items():
+        if len(values) > 1:
+            raise UsageError(f"--fix {name.replace('_', '-')}: has {len(values)} values: give one, or use --over")
+    return found
+
+
+def several(fixed: dict[str, tuple[Any, ...]], axes: Iterable[Axis]) -> dict[str, tuple[Any, ...]]:
+    """Fixed axes and others.
+
+    Raises:
+        UsageError: one stands twice.
+    """
+    found = dict(fixed)
+    for name, values in axes:
+        if name in found:
+            raise UsageError(f"{option_name(name)}: is given twice: give all of its values at once, by --over")
+        found[name] = values
+    return found
+
+
+def size(option: str, text: str | None) -> int | None:
+    """Bytes of a size as people write it; None where none was given.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    if text is None:
+        return None
+    found = parse_bytes(text)
+    if found is None:
+        raise UsageError(f"{option} {text[:40]}: give a size with its unit, as 72GiB or 80GB")
+    return found

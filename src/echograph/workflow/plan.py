@@ -9,12 +9,12 @@ import tomllib
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 
 from echograph.errors import InputError, UnknownNameError, UsageError
-from echograph.ir.graph import JobGraph, StepGraph, Workload
+from echograph.ir.graph import Graph, JobGraph, StepGraph, Workload
 from echograph.ir.passes import PASSES
 from echograph.ir.passes.base import Note, Pass, run
 from echograph.ir.passes.kernels import SUFFIX
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from echograph.profiler.costs import DeviceProfile
     from echograph.simulator.clusters import Cluster
 
+G = TypeVar("G", bound=Graph)
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 RecomputeName = Literal["none", "selective", "selective-op", "full"]
 LossName = Literal["eager", "fused"]
@@ -484,8 +485,8 @@ def _attention(stack: Stack, cluster: Cluster) -> str:
     return next((kernel for kernel in stack.attention if kernel in known), stack.attention[0])
 
 
-def with_kernels(job: JobGraph, stack: Stack, device: DeviceProfile | None) -> JobGraph:
-    """The job with those attention kernels of its stack that its device has a model of, where none is named.
+def with_kernels(job: G, stack: Stack, device: DeviceProfile | None) -> G:
+    """The graph with those attention kernels of its stack that its device has a model of, where none is named.
 
     The first of them runs that its library has for such an attention on such a device, whose dropout and order of
     adding up it has to know.

@@ -24,7 +24,7 @@ from echograph.options import option
 from echograph.profiler.costs import DeviceProfile, load_device
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
 from echograph.simulator.host import IssueTimes
-from echograph.units import to_ps
+from echograph.units import format_bytes, to_ps
 
 if TYPE_CHECKING:
     from echograph.profiler.costs.estimate import Known
@@ -124,6 +124,23 @@ class System:
         """
         system = cls.__new__(cls)
         system._fill(cluster, None, host, None, _AS_SHIPPED)
+        return system
+
+    def with_memory(self, device_bytes: int) -> System:
+        """The system whose devices hold at most so many bytes.
+
+        Raises:
+            UsageError: it is no memory at all, or more than they have.
+        """
+        has = self.cluster.memory_bytes
+        if not 0 < device_bytes <= has:
+            raise UsageError(
+                f"--max-memory {format_bytes(device_bytes)}: {self.cluster.device} has {format_bytes(has)}: "
+                "give as much at most"
+            )
+        system = System.__new__(System)
+        cluster = replace(self.cluster, memory_bytes=device_bytes)
+        system._fill(cluster, self.device, self.host, self.profile, self.settings)
         return system
 
     def annotate(self, graph: G, costs: Known | None = None) -> G:

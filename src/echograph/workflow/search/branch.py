@@ -1,0 +1,608 @@
+"""Branch and bound over plans: the ones with the lowest bounds first, until no bound is below what was found.
+
+The answer is that of predicting every plan, since a plan is left out only where it cannot be among the best: its
+bound (`bounds`) is above the last of them, or it does not fit in memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+import time
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from operator import attrgetter
+from typing import Any
+
+from echograph.errors import EchoError, PlanError, UsageError
+from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.tables import text_table
+from echograph.options import option_name
+from echograph.progress import Progress, silent
+from echograph.simulator.result import Result
+from echograph.units import format_bytes, format_count, format_time
+from echograph.workflow.plan import Plan
+from echograph.workflow.predictor import Predictor
+from echograph.workflow.scenario import Scenario
+from echograph.workflow.search.bounds import Bound, Bounds
+from echograph.workflow.search.objective import Objective
+from echograph.workflow.search.objective import objective as objective_named
+from echograph.workflow.search.space import Chosen, Space, space
+from echograph.workflow.search.writers import PlanSizes
+from echograph.workflow.system import System
+from echograph.workflow.workers import Workers, workers
+
+_PLAIN = Scenario()
+_NONE: Mapping[str, tuple[Any, ...]] = {}
+TOP = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan that was predicted.
+
+    Attributes:
+        number: its place among all plans of the space.
+        plan: the plan.
+        value: of the objective; less is better.
+        step_s: seconds of a step.
+        interval_s: its 90 % interval.
+        tokens_per_s: of all GPUs.
+        samples_per_s: of all GPUs.
+        mfu: model FLOPs utilisation; None where it is not known.
+        gpus: how many.
+        peak_bytes: the most that is allocated on a device; 0 where the graph has no tensors.
+        device_bytes: with what the framework holds beside.
+        capacity_bytes: of a device.
+        fits: whether it runs.
+        record: the plan with its defaults filled in, as results have it.
+    """
+
+    number: int
+    plan: Plan
+    value: float
+    step_s: float
+    interval_s: tuple[float, float]
+    tokens_per_s: float
+    samples_per_s: float
+    mfu: float | None
+    gpus: int
+    peak_bytes: int
+    device_bytes: int
+    capacity_bytes: int
+    fits: bool
+    record: dict[str, Any]
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Candidates are sorted by this: equal ones in the order of the space."""
+        return self.value, self.number
+
+    def to_json(self) -> dict[str, Any]:
+        """The record in results of a search."""
+        return {
+            "plan": self.record,
+            "options": options(self.plan),
+            "step_time_s": self.step_s,
+            "step_time_interval_s": list(self.interval_s),
+            "tokens_per_s": self.tokens_per_s,
+            "samples_per_s": self.samples_per_s,
+            "mfu": self.mfu,
+            "objective": self.value,
+            "peak_bytes": self.peak_bytes,
+            "device_bytes": self.device_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "fits": self.fits,
+        }
+
+
+def options(plan: Chosen | Plan) -> dict[str, Any]:
+    """The words of a plan file that say a plan."""
+    given = (plan if isinstance(plan, Plan) else Plan(**plan)).given
+    return {option_name(name)[2:]: value for name, value in given.items()}
+
+
+def in_words(plan: Chosen | Plan, leave: Collection[str] = ("cluster", "global-batch")) -> str:
+    """The options of a plan, as a command line has them."""
+    said = ((name, value) for name, value in options(plan).items() if name not in leave)
+    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in said)
+
+
+@dataclass(slots=True, kw_only=True)
+class Losers:
+    """Why the plans lose that are not among the best.
+
+    Attributes:
+        divides: choices that were left out while plans were made, by what does not divide.
+        refused: plans that do not fit the graph, by what was said of them.
+        too_large_by_bound: plans that need more memory than there is by their bound alone.
+        too_large: plans that were predicted and do not fit.
+        least_missing_bytes: what the one of these that is nearest to fitting lacks.
+        nearest: that plan.
+        slower_by_bound: plans that were not predicted, since they cannot be among the best.
+        slower: plans that were predicted and fit, and are not among the best.
+        not_reached: plans that nothing is known of, where the search was ended before.
+    """
+
+    divides: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    too_large_by_bound: int = 0
+    too_large: int = 0
+    least_missing_bytes: int = 0
+    nearest: Chosen | Plan | None = None
+    slower_by_bound: int = 0
+    slower: int = 0
+    not_reached: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The record in results of a search."""
+        return {
+            "does_not_divide": dict(self.divides),
+            "refused": dict(self.refused),
+            "does_not_fit_by_bound": self.too_large_by_bound,
+            "does_not_fit": self.too_large,
+            "least_missing_bytes": self.least_missing_bytes,
+            "nearest_to_fitting": None if self.nearest is None else options(self.nearest),
+            "slower_by_bound": self.slower_by_bound,
+            "slower": self.slower,
+            "not_reached": self.not_reached,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The answer of a search.
+
+    Attributes:
+        model: name of the model.
+        cluster: name of the cluster.
+        device: name of its device.
+        objective: what the best are the best at.
+        best: the best plans, best first.
+        front: plans that no other predicted one beats in time, memory and GPUs at once, fastest first.
+        considered: plans of the space.
+        simulated: plans that were predicted.
+        losers: why the others lose.
+        ended: "" where the search was ended by itself, so that the best are proven; else "time" or "interrupt".
+        wall_s: seconds that it took.
+        node: GPUs of a node.
+        layers: of the model.
+        dtype: of its forward pass.
+    """
+
+    model: str
+    cluster: str
+    device: str
+    objective: Objective
+    best: tuple[Candidate, ...]
+    front: tuple[Candidate, ...]
+    considered: int
+    simulated: int
+    losers: Losers
+    ended: str
+    wall_s: float
+    node: int
+    layers: int
+    dtype: str
+
+    @property
+    def alike(self) -> int:
+        """How many of the best, from the first on, have an interval that overlaps with the first's."""
+        if not self.best:
+            return 0
+        high = self.best[0].interval_s[1]
+        found = [at for at, one in enumerate(self.best) if one.interval_s[0] > high]
+        return found[0] if found else len(self.best)
+
+    def sizes(self, one: Candidate) -> PlanSizes:
+        """What a plan leaves open, for those who write it down."""
+        data, micro = one.record["dp"], one.record["micro_batch"]
+        return PlanSizes(
+            gpus=one.gpus,
+            node=self.node,
+            data_ranks=data,
+            micro_batch=micro,
+            micro_batches=one.record["global_batch"] // (data * micro),
+            layers=self.layers,
+            dtype=one.record.get("precision", self.dtype),
+        )
+
+    def __str__(self) -> str:
+        """The best for people, what no other beats, and why the rest lose."""
+        return "\n".join(_lines(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """The record of `echosim plan --json`."""
+        numbers = {one.number for one in self.front}
+        return {
+            "model": self.model,
+            "cluster": self.cluster,
+            "device": self.device,
+            "objective": self.objective.name,
+            "considered": self.considered,
+            "simulated": self.simulated,
+            "proven": not self.ended,
+            "ended_by": self.ended or None,
+            "wall_s": self.wall_s,
+            "best": [one.to_json() for one in self.best],
+            "alike": self.alike,
+            "pareto": [at for at, one in enumerate(self.best) if one.number in numbers],
+            "pareto_plans": [one.to_json() for one in self.front],
+            "losers": self.losers.to_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a worker needs to predict plans; calling it makes the worker."""
+
+    graph: StepGraph
+    system: System
+    scenario: Scenario
+    objective: str
+
+    def __call__(self) -> Callable[[tuple[int, Plan, float]], Candidate | Slower | str]:
+        """What predicts a plan: a candidate, or why it is none."""
+        predictor = Predictor(self.graph, self.system, self.scenario)
+        aim = objective_named(self.objective, self.system, self.scenario)
+
+        def answer(point: tuple[int, Plan, float]) -> Candidate | Slower | str:
+            number, plan, last = point
+            try:
+                step = predictor.predict(plan, memory=False, interval=False)
+                if aim.least(step.step_s, step.gpus) > last:
+                    return Slower(step.step_s)
+                return predicted(predictor, aim, number, plan)
+            except (PlanError, UsageError) as error:
+                return str(error)
+
+        return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Slower:
+    """Of a plan that cannot be among the best by its step alone: seconds of that."""
+
+    step_s: float
+
+
+def predicted(predictor: Predictor, aim: Objective, number: int, plan: Plan) -> Candidate:
+    """A plan with its memory and its interval.
+
+    Raises:
+        EchoError: the plan does not fit the graph.
+    """
+    return _candidate(number, plan, predictor.predict(plan), aim)
+
+
+def _candidate(number: int, plan: Plan, result: Result, aim: Objective) -> Candidate:
+    memory, step_s = result.memory, result.step_s
+    return Candidate(
+        number=number,
+        plan=plan,
+        value=aim.value(result),
+        step_s=step_s,
+        interval_s=result.interval_s,
+        tokens_per_s=result.tokens / step_s if step_s else 0.0,
+        samples_per_s=result.samples / step_s if step_s else 0.0,
+        mfu=result.mfu,
+        gpus=result.gpus,
+        peak_bytes=0 if memory is None else memory.peak_bytes,
+        device_bytes=0 if memory is None else memory.device_bytes,
+        capacity_bytes=0 if memory is None else memory.capacity_bytes,
+        fits=memory is None or memory.fits,
+        record=result.plan,
+    )
+
+
+class _Search:
+    """A search under way."""
+
+    def __init__(
+        self, among: Space, bounds: Bounds, aim: Objective, capacity: int, top: int, say: Progress
+    ) -> None:
+        self.among, self.bounds, self.aim = among, bounds, aim
+        self.capacity, self.top, self.say = capacity, top, say
+        self.losers = Losers()
+        self.best: list[Candidate] = []
+        self.fitting: list[Candidate] = []
+        self.slower: list[tuple[float, int, Plan]] = []
+        self.needs: dict[int, float] = {}
+        self.simulated = self.considered = 0
+        self.left: list[tuple[float, int, int, Chosen | Plan]] = []
+
+    def begin(self) -> None:
+        """Bounds all plans coarsely."""
+        for number, chosen in enumerate(self.among.choices()):
+            self.considered = number + 1
+            if number % 4096 == 0:
+                self.say("bounding plans", number)
+            bound = self.bounds.first(chosen, self.among.facts.global_batch)
+            if self._may_fit(bound, chosen):
+                self.left.append((self._least(bound, chosen["gpus"]), 0, number, chosen))
+        heapq.heapify(self.left)
+        self.losers.divides = Counter(self.among.refused)
+
+    @property
+    def last(self) -> float:
+        """The value that a plan must not be above to be among the best."""
+        return self.best[self.top - 1].value if len(self.best) >= self.top else inf
+
+    def _least(self, bound: Bound, gpus: int) -> float:
+        return self.aim.least(bound.step_ps / 1e12, gpus)
+
+    def _may_fit(self, bound: Bound, plan: Chosen | Plan) -> bool:
+        if bound.memory_bytes <= self.capacity:
+            return True
+        self.losers.too_large_by_bound += 1
+        self._missing(round(bound.memory_bytes), plan)
+        return False
+
+    def _tighten(self, number: int, chosen: Chosen) -> None:
+        """Bounds a plan tightly, and keeps it where that does not decide."""
+        try:
+            plan = self.among.plan(chosen)
+            bound = self.bounds.second(plan, chosen["gpus"])
+        except EchoError as error:
+            self.losers.refused[_kind_of(str(error))] += 1
+            return
+        if self._may_fit(bound, plan):
+            self.needs[number] = bound.memory_bytes
+            heapq.heappush(self.left, (self._least(bound, chosen["gpus"]), 1, number, plan))
+
+    def _missing(self, needed: int, plan: Chosen | Plan) -> None:
+        losers, missing = self.losers, needed - self.capacity
+        if losers.nearest is None or missing < losers.least_missing_bytes:
+            losers.least_missing_bytes, losers.nearest = missing, plan
+
+    def run(self, at: Workers, until: float) -> str:
+        """Predicts plans until the best are known; what ended it, "" for that."""
+        while True:
+            while at.free and self.left and self.left[0][0] <= self.last:
+                if time.monotonic() > until:
+                    return "time"
+                _, _, number, plan = heapq.heappop(self.left)
+                if isinstance(plan, Plan):
+                    at.give((number, plan, self.last))
+                else:
+                    self._tighten(number, plan)
+            if not at.busy:
+                return ""
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return "time"
+            for (number, plan, _), found in at.take(None if left_s == inf else left_s):
+                self._take(number, plan, found)
+            self.say("predicting plans", self.simulated, self.simulated + at.busy + self._open())
+
+    def _open(self) -> int:
+        return sum(entry[0] <= self.last for entry in self.left) if len(self.left) < 4096 else len(self.left)
+
+    def _take(self, number: int, plan: Plan, found: Candidate | Slower | str) -> None:
+        if isinstance(found, str):
+            self.losers.refused[_kind_of(found)] += 1
+            return
+        self.simulated += 1
+        if isinstance(found, Slower):
+            self.losers.slower += 1
+            self.slower.append((found.step_s, number, plan))
+            return
+        if not found.fits:
+            self.losers.too_large += 1
+            self._missing(max(found.device_bytes, self.capacity + 1), plan)
+            return
+        self.fitting.append(found)
+        insort(self.best, found, key=attrgetter("rank"))
+        self.losers.slower += len(self.best) > self.top
+        del self.best[self.top :]
+
+    def front(self, predictor: Predictor, until: float) -> tuple[Candidate, ...]:
+        """The plans that no other predicted one beats, fastest first.
+
+        A slower plan's memory is worked out only where it may be less than that of all faster ones.
+        """
+        front: list[Candidate] = []
+        of_step = [(one.step_s, one.number, one.plan, one) for one in self.fitting]
+        every = [*of_step, *((step_s, number, plan, None) for step_s, number, plan in self.slower)]
+        for at, (_, number, plan, known) in enumerate(sorted(every, key=lambda entry: entry[:2])):
+            least = self.needs[number] if known is None else known.device_bytes
+            if any(one.device_bytes <= least and one.gpus <= (plan.gpus or 1) for one in front):
+                continue
+            if known is None:
+                if time.monotonic() > until:
+                    break
+                self.say("memory of slower plans", at, len(every))
+                known = predicted(predictor, self.aim, number, plan)
+            if known.fits and not any(_beats(one, known) for one in front):
+                front = [one for one in front if not _beats(known, one)] + [known]
+        return tuple(front)
+
+    def end(self, ended: str, begun: int) -> None:
+        """Counts what was not predicted."""
+        beyond = sum(entry[0] > self.last for entry in self.left)
+        self.losers.slower_by_bound = beyond
+        self.losers.not_reached = len(self.left) - beyond + begun
+
+
+def _beats(one: Candidate, other: Candidate) -> bool:
+    """Whether a plan is no worse in time, memory and GPUs, and better in one; equal ones: whether it is first."""
+    mine, its = ((c.step_s, c.device_bytes, c.gpus) for c in (one, other))
+    return all(a <= b for a, b in zip(mine, its, strict=True)) and (mine != its or one.number < other.number)
+
+
+_DIGITS = re.compile(r"\d[\d,.]*")
+
+
+def _kind_of(text: str) -> str:
+    """What is said of a plan without its numbers, so that equal reasons count together."""
+    return _DIGITS.sub("N", text)[:200]
+
+
+def search(
+    graph: StepGraph | JobGraph,
+    plan: Plan,
+    system: System | None = None,
+    scenario: Scenario = _PLAIN,
+    *,
+    over: Mapping[str, Sequence[Any]] = _NONE,
+    objective: str = "step",
+    max_memory_bytes: int | None = None,
+    top: int = TOP,
+    time_s: float = inf,
+    jobs: int = 1,
+    say: Progress = silent,
+) -> Found:
+    """The best plans for a step on a system.
+
+    Args:
+        graph: the step.
+        plan: what all plans have in common: `gpus` and `global_batch` at least. What else differs from a plan's
+            defaults is fixed; a default is fixed by an axis of one value, as `over={"tp": (1,)}`.
+        system: where; None: the cluster that the plan names.
+        scenario: what is asked beyond that, as in `simulate`.
+        over: fields of `Plan`, each with the values to try: of the axes of a search instead of what it proposes
+            (`space.AXES`), and others, which it leaves as they are unless they stand here.
+        objective: what the best are the best at (`objective.OBJECTIVES`).
+        max_memory_bytes: what a device may hold; None: all it has.
+        top: how many of the best.
+        time_s: seconds after which it ends with the best so far.
+        jobs: processes.
+        say: told how far it is.
+
+    Returns:
+        The best plans, those that no other beats in time, memory and GPUs, and why the others lose. Ended by the
+        time or an interrupt, it says so, and the best are those of the plans that were predicted.
+
+    Raises:
+        UsageError: sizes are missing, or what is asked for means nothing here.
+        UnknownNameError: no such objective.
+        PlanError: there is no plan, or none that fits in memory.
+    """
+    began = time.monotonic()
+    if not isinstance(graph, StepGraph):
+        raise UsageError("the graph is a job, which has its plan: give the step graph that it was made of")
+    if top < 1:
+        raise UsageError(f"--top {top}: give 1 or more")
+    system = system or System(plan.cluster)
+    if max_memory_bytes is not None:
+        system = system.with_memory(max_memory_bytes)
+    aim = objective_named(objective, system, scenario)
+    among = space(graph, system.cluster, plan, {name: tuple(values) for name, values in over.items()})
+    state = _Search(among, Bounds(graph, system, scenario), aim, system.cluster.memory_bytes, top, say)
+    make, begun = Question(graph, system, scenario, objective), 0
+    state.begin()
+    with workers(make, jobs) as at:
+        try:
+            ended = state.run(at, began + time_s)
+        except KeyboardInterrupt:
+            ended = "interrupt"
+        begun = at.busy
+    state.end(ended, begun)
+    if not state.best and not ended:
+        raise _nothing(state, system)
+    front = state.front(Predictor(graph, system, scenario), began + time_s) if state.best else ()
+    return Found(
+        model=graph.workload.model or graph.name,
+        cluster=system.cluster.name,
+        device=system.cluster.device,
+        objective=aim,
+        best=tuple(state.best),
+        front=front,
+        considered=state.considered,
+        simulated=state.simulated,
+        losers=state.losers,
+        ended=ended,
+        wall_s=time.monotonic() - began,
+        node=system.cluster.gpus_per_node,
+        layers=among.facts.layers,
+        dtype=graph.workload.dtype.text,
+    )
+
+
+def _nothing(state: _Search, system: System) -> PlanError:
+    """Why there is no plan."""
+    losers = state.losers
+    if losers.nearest is not None:
+        words = in_words(losers.nearest)
+        return PlanError(
+            f"none of {state.considered:,} plans fits in the {format_bytes(system.cluster.memory_bytes)} of "
+            f"{system.cluster.device}: the nearest lacks {format_bytes(losers.least_missing_bytes)} ({words}): "
+            "give more --gpus, or a cluster with more memory"
+        )
+    reasons = (losers.refused or losers.divides).most_common(1)
+    why = f": {reasons[0][0]}" if reasons else ""
+    return PlanError(f"no plan is left of {state.considered:,}{why}")
+
+
+MOST_REASONS = 3
+
+
+def _lines(found: Found) -> Iterator[str]:
+    gpus = sorted({one.gpus for one in (*found.best, *found.front)})
+    many = f"{' or '.join(map(str, gpus))} GPUs of " if gpus else ""
+    yield f"{found.model} on {many}{found.cluster} ({found.device})"
+    proof = {
+        "": "proven: no other plan of the space is better",
+        "time": "the time was over: others may be better",
+        "interrupt": "interrupted: others may be better",
+    }
+    yield f"  searched      {found.considered:,} plans, {found.simulated:,} predicted ({proof[found.ended]})"
+    if found.best:
+        yield ""
+        yield _table(found, found.best)
+        if found.alike > 1:
+            yield f"  the first {found.alike} cannot be told apart: their 90 % intervals overlap with the first's"
+        yield ""
+        yield f"  no other of the {found.simulated:,} predicted is as fast, as small and on as few GPUs as these:"
+        yield _table(found, found.front)
+    yield ""
+    yield "  the others"
+    yield from _losers(found.losers)
+
+
+def _table(found: Found, shown: Sequence[Candidate]) -> str:
+    several = len({one.gpus for one in found.front}) > 1
+    step = found.objective.name in ("step", "tokens-per-s")
+    titles = [
+        "",
+        "step",
+        "90 % interval",
+        "tokens/s",
+        "MFU",
+        "memory",
+        *([] if step else [found.objective.unit]),
+        "plan",
+    ]
+    rows = []
+    for at, one in enumerate(shown, 1):
+        low, high = (format_time(round(bound * 1e12)) for bound in one.interval_s)
+        leave = ("cluster", "global-batch") if several else ("cluster", "global-batch", "gpus")
+        rate = one.tokens_per_s or one.samples_per_s
+        cells = [str(at), format_time(round(one.step_s * 1e12)), f"{low} to {high}", format_count(rate)]
+        cells += ["-" if one.mfu is None else f"{one.mfu:.1%}", format_bytes(one.device_bytes)]
+        rows.append(
+            [*cells, *([] if step else [f"{one.value:.4g}"]), in_words(one.plan, leave) or "data-parallel"]
+        )
+    return text_table(titles, rows)
+
+
+def _losers(losers: Losers) -> Iterator[str]:
+    if losers.slower:
+        yield f"    {losers.slower:>9,} slower, predicted"
+    if losers.slower_by_bound:
+        yield f"    {losers.slower_by_bound:>9,} slower by their bound: their kernels alone take longer"
+    if count := losers.too_large_by_bound + losers.too_large:
+        nearest = "" if losers.nearest is None else f" ({in_words(losers.nearest)})"
+        lacks = format_bytes(losers.least_missing_bytes)
+        yield f"    {count:>9,} do not fit in memory: the nearest lacks {lacks}{nearest}"
+    for what, counts in (("", losers.refused), ("choices left out: ", losers.divides)):
+        for reason, count in counts.most_common(MOST_REASONS):
+            yield f"    {count:>9,} {what}{reason}"
+        if len(counts) > MOST_REASONS:
+            rest = sum(counts.values()) - sum(count for _, count in counts.most_common(MOST_REASONS))
+            yield f"    {rest:>9,} {what}for {len(counts) - MOST_REASONS} other reasons"
+    if losers.not_reached:
+        yield f"    {losers.not_reached:>9,} not looked at any more"

@@ -1,0 +1,63 @@
+"""`echosim plan` and `echosim sweep`, as they are called."""
+
+from __future__ import annotations
+
+import csv
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FEW = ("--tp", 1, "--pp", 1, "--cp", 1, "--fix", "recompute=none", "--fix", "micro-batch=2")
+
+
+def test_the_best_plan_is_written_and_runs(cli: Any, graph: Path, tmp_path: Path) -> None:
+    best, script = tmp_path / "plan.toml", tmp_path / "ds.json"
+    asked = ("--gpus", 8, "--global-batch", 16, *FEW, "-o", best, "--write", f"deepspeed:{script}", "--json")
+    record = cli("echosim", "plan", graph, *asked).json()
+    assert record["proven"] and record["considered"] == record["simulated"] == len(record["best"])
+    assert record["best"][0]["options"] == tomllib.loads(best.read_text())
+    again = cli("echosim", "run", graph, "--plan", best, "--json").json()
+    assert again["step_time_s"] == record["best"][0]["step_time_s"]
+    assert script.exists()
+    assert {"plan", "step_time_interval_s", "tokens_per_s", "mfu", "peak_bytes", "fits"} <= record["best"][
+        0
+    ].keys()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--gpus", 8), "--global-batch"),
+        (("--gpus", 8, "--global-batch", 8, "--fix", "tp=1,2"), "--fix tp: has 2 values"),
+        (("--gpus", 8, "--global-batch", 8, "--fix", "tpp=1"), "unknown word"),
+        (("--gpus", 8, "--global-batch", 8, "--tp", 1, "--over", "tp=1,2"), "--tp: is given twice"),
+        (("--gpus", 8, "--global-batch", 8, "--max-memory", "72"), "with its unit"),
+        (("--gpus", 8, "--global-batch", 8, "--write", "nemo:x"), "unknown format"),
+        (("--gpus", 8, "--global-batch", 8, "--objective", "fast"), "unknown objective"),
+    ],
+)
+def test_what_is_wrong_is_one_line(cli: Any, graph: Path, asked: tuple[Any, ...], said: str) -> None:
+    outcome = cli("echosim", "plan", graph, *asked)
+    assert outcome.status == 2
+    assert said in outcome.err and outcome.err.count("\n") == 1
+
+
+def test_a_sweep_writes_a_table_and_a_page(cli: Any, graph: Path, tmp_path: Path) -> None:
+    table, page = tmp_path / "rows.csv", tmp_path / "page.html"
+    asked = ("--over", "gpus=8,16", "--over", "zero=1,3", "-o", table, "--html", page)
+    assert cli("echosim", "sweep", graph, *asked).status == 0
+    assert [(row["gpus"], row["zero"]) for row in csv.DictReader(table.open())] == [
+        ("8", "1"), ("8", "3"), ("16", "1"), ("16", "3"),
+    ]  # fmt: skip
+    text = page.read_text()
+    for title in ("How it scales", "Where the time goes", "Efficiency", "Two axes at once", "Every point"):
+        assert title in text
+    assert "http" not in text.replace("http-equiv", "")
+    assert cli("echosim", "sweep", graph, *asked, "--json").json()["known"] == 4
+
+
+def test_a_training_is_told(cli: Any, graph: Path) -> None:
+    record = cli("echosim", "run", graph, "--gpus", 8, "--train-tokens", "1B", "--gpu-hour", 2, "--json").json()
+    assert record["training"]["price"] == pytest.approx(2 * record["training"]["gpu_hours"])

@@ -1,0 +1,95 @@
+"""Bounds are below what is predicted, for any plan."""
+
+from __future__ import annotations
+
+from functools import cache
+from random import Random
+
+import pytest
+
+from echograph.errors import EchoError
+from echograph.ir.graph import StepGraph
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import predict
+from echograph.workflow.scenario import Scenario
+from echograph.workflow.search.bounds import Bounds
+from echograph.workflow.search.space import space
+from echograph.workflow.system import System
+
+OVER = {
+    "schedule": ("", "gpipe", "1f1b", "zb-h1", "interleaved"),
+    "recompute": ("none", "selective", "selective-op", "full", "2"),
+    "cp": (1, 2),
+}
+
+
+@cache
+def _system(cluster: str) -> System:
+    return System(cluster)
+
+
+def check(graph: StepGraph, base: Plan, over: dict[str, tuple[object, ...]], draws: int, seed: int = 0) -> None:
+    """Draws plans of a space: each is predicted no faster and no smaller than its bounds."""
+    system = _system(base.cluster)
+    among, bounds = space(graph, system.cluster, base, over), Bounds(graph, system, Scenario())
+    choices = [dict(chosen) for chosen in among.choices()]
+    compared = 0
+    for chosen in Random(seed).sample(choices, min(4 * draws, len(choices))):
+        try:
+            plan = among.plan(chosen)
+            second = bounds.second(plan, chosen["gpus"])
+            result, _ = predict(graph, plan, system)
+        except EchoError:
+            continue
+        first = bounds.first(chosen, base.global_batch or 0)
+        assert result.memory is not None
+        for bound in (first, second):
+            assert bound.step_ps <= result.step_ps, plan.given
+            assert bound.memory_bytes <= result.memory.peak_bytes, plan.given
+        compared += 1
+        if compared == draws:
+            break
+    assert compared >= draws // 2
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_bounds_of_dense_plans_hold(dense: StepGraph, seed: int) -> None:
+    check(dense, Plan(gpus=16, global_batch=64), OVER, 12, seed)
+
+
+def test_bounds_of_expert_plans_hold(experts: StepGraph) -> None:
+    check(experts, Plan(gpus=16, global_batch=64), OVER, 10)
+
+
+@pytest.mark.parametrize(
+    "over", [{"precision": ("fp8", "bf16")}, {"stack": ("megatron-core", "torchtitan", "deepspeed")}]
+)
+def test_bounds_hold_with_words_that_change_kernels(dense: StepGraph, over: dict[str, tuple[str, ...]]) -> None:
+    check(dense, Plan(gpus=8, global_batch=32), over, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["dgx-a100", "dgx-b200", "ethernet-100g"])
+def test_bounds_hold_elsewhere(dense: StepGraph, cluster: str) -> None:
+    check(dense, Plan(gpus=32, global_batch=128, cluster=cluster), OVER, 60)
+
+
+def test_a_scenario_that_shortens_work_lowers_bounds(dense: StepGraph) -> None:
+    system, plan = _system("dgx-h100"), Plan(gpus=8, global_batch=32, micro_batch=2)
+    whole = Bounds(dense, system, Scenario()).second(plan, 8).step_ps
+    scenario = Scenario(scale=("compute=0.25",))
+    assert Bounds(dense, system, scenario).second(plan, 8).step_ps == pytest.approx(whole / 4)
+    result, _ = predict(dense, plan, system, scenario)
+    assert whole / 4 <= result.step_ps
+
+
+def test_the_second_bound_counts_the_bubble(dense: StepGraph) -> None:
+    """A lone micro-batch leaves each stage waiting; of many, what a sample takes is a stage's kernels alone."""
+    bounds = Bounds(dense, _system("dgx-h100"), Scenario())
+    plans = [Plan(gpus=8, pp=2, zero=1, micro_batch=2, global_batch=batch) for batch in (8, 8192)]
+    few, many = (bounds.second(plan, 8).step_ps / (plan.global_batch or 1) for plan in plans)
+    cost = bounds.step(plans[0])
+    first_layer_ps = float(cost.forward_ps[0]) / 8
+    own_ps = float((cost.forward_ps + cost.backward_ps)[2:].sum()) / 8
+    assert few >= own_ps + first_layer_ps
+    assert few > 1.02 * many

@@ -1,0 +1,197 @@
+"""A search finds what predicting every plan finds, and says why the others lose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from echograph.errors import EchoError, PlanError, UnknownNameError, UsageError
+from echograph.ir.graph import StepGraph
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import predict
+from echograph.workflow.scenario import Scenario
+from echograph.workflow.search import search
+from echograph.workflow.search.objective import OBJECTIVES, objective
+from echograph.workflow.search.space import parse_axis, space, words
+from echograph.workflow.system import System
+
+BASE = Plan(gpus=8, global_batch=16)
+SMALL: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2),
+    "sequence_parallel": (False,),
+    "cp": (1,),
+    "pp": (1, 2),
+    "vpp": (1,),
+    "schedule": ("",),
+    "zero": (0, 3),
+    "hsdp_replicas": (1,),
+    "micro_batch": (2,),
+    "recompute": ("none", "full"),
+}
+FAILURES = Scenario(node_mtbf_hours=1000.0, checkpoint_s=60.0, restart_s=300.0)
+
+
+def exhaustive(
+    graph: StepGraph, system: System, over: dict[str, tuple[Any, ...]], name: str = "step", base: Plan = BASE
+) -> list[tuple[float, Plan]]:
+    """Every plan that runs, best first; of equal ones the first of the space."""
+    among, found = space(graph, system.cluster, base, over), []
+    scenario = FAILURES if name == "goodput" else Scenario()
+    aim = objective(name, system, scenario)
+    for chosen in among.choices():
+        try:
+            plan = among.plan(chosen)
+            result, _ = predict(graph, plan, system, scenario)
+        except EchoError:
+            continue
+        if result.memory is None or result.memory.fits:
+            found.append((aim.value(result), plan))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+@pytest.mark.parametrize("name", ["step", "energy", "goodput", pytest.param("cost", marks=pytest.mark.slow)])
+def test_the_best_are_those_of_every_plan(dense: StepGraph, name: str) -> None:
+    system, over = System("dgx-h100"), SMALL | ({"gpus": (4, 8)} if name == "cost" else {})
+    base = replace(BASE, gpus=None) if "gpus" in over else BASE
+    every = exhaustive(dense, system, over, name, base)
+    scenario = FAILURES if name == "goodput" else Scenario()
+    found = search(dense, base, system, scenario, over=over, objective=name, top=5)
+    assert [(one.value, one.plan) for one in found.best] == every[:5]
+    assert not found.ended
+    losers = found.losers
+    assert found.considered == found.simulated + losers.slower_by_bound + losers.too_large_by_bound + sum(
+        losers.refused.values()
+    )
+
+
+def test_memory_decides_as_it_does_alone(dense: StepGraph) -> None:
+    whole = System("dgx-h100")
+    needs = sorted(one.device_bytes for one in search(dense, BASE, whole, over=SMALL, top=100).best)
+    most = needs[len(needs) // 2]
+    every = exhaustive(dense, whole.with_memory(most), SMALL)
+    assert 0 < len(every) < len(needs)
+    found = search(dense, BASE, whole, over=SMALL, max_memory_bytes=most, top=3)
+    assert [one.plan for one in found.best] == [plan for _, plan in every[:3]]
+    assert found.losers.too_large + found.losers.too_large_by_bound > 0
+    assert found.losers.least_missing_bytes > 0
+
+
+def test_processes_find_the_same(dense: StepGraph) -> None:
+    alone, together = (search(dense, BASE, over=SMALL, top=4, jobs=jobs).to_json()["best"] for jobs in (1, 2))
+    assert alone == together
+
+
+def test_bounds_spare_predictions(dense: StepGraph) -> None:
+    """Where kernels are all that takes time, plans that compute more are known to be slower before."""
+    scenario = Scenario(without=("comm", "host"))
+    found = search(dense, Plan(gpus=8, global_batch=64), scenario=scenario, over=SMALL, top=1)
+    assert found.losers.slower_by_bound > 0
+
+
+def test_the_front_is_not_beaten(dense: StepGraph) -> None:
+    found = search(dense, replace(BASE, gpus=None), over=SMALL | {"gpus": (4, 8), "recompute": ("none",)}, top=100)
+    figures = {(c.step_s, c.device_bytes, c.gpus) for c in found.best}
+    for one in found.front:
+        mine = one.step_s, one.device_bytes, one.gpus
+        assert not any(
+            other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in figures
+        )
+    assert len(found.front) > 1
+
+
+def test_plans_whose_intervals_overlap_are_alike(dense: StepGraph) -> None:
+    found = search(dense, BASE, over=SMALL)
+    high = found.best[0].interval_s[1]
+    assert 1 <= found.alike <= len(found.best)
+    assert all(one.interval_s[0] <= high for one in found.best[: found.alike])
+
+
+def test_time_ends_it_with_what_is_known(dense: StepGraph) -> None:
+    found = search(dense, BASE, time_s=0.0)
+    assert found.ended == "time" and not found.best and found.losers.not_reached > 0
+
+
+def test_an_interrupt_ends_it_with_what_is_known(dense: StepGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    from echograph.workflow import workers
+
+    taken, take = [], workers._Here.take
+
+    def interrupted(self: Any, timeout_s: float | None = None) -> list[tuple[Any, Any]]:
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+        taken.extend(take(self, timeout_s))
+        return taken[-1:]
+
+    monkeypatch.setattr(workers._Here, "take", interrupted)
+    found = search(dense, BASE, over=SMALL)
+    assert found.ended == "interrupt"
+    assert found.simulated == 3 == len(found.best)
+
+
+def test_what_is_fixed_stays(dense: StepGraph) -> None:
+    found = search(dense, replace(BASE, tp=2, recompute="full"), over={"cp": (1,), "pp": (1,)})
+    assert {(one.plan.tp, one.plan.recompute) for one in found.best} == {(2, "full")}
+
+
+def test_a_stack_may_be_searched_over(dense: StepGraph) -> None:
+    over = SMALL | {"stack": ("eager", "inductor"), "tp": (1,), "pp": (1,), "recompute": ("none",)}
+    found = search(dense, BASE, over=over)
+    assert {one.plan.stack for one in found.best} == {"eager", "inductor"}
+
+
+@pytest.mark.parametrize(
+    ("base", "more", "words_of_it"),
+    [
+        (Plan(global_batch=8), {}, "--gpus"),
+        (Plan(gpus=8), {}, "--global-batch"),
+        (Plan(gpus=10**7, global_batch=8), {}, "max_gpus"),
+        (replace(BASE, dp=8), {}, "--dp"),
+        (replace(BASE, tp=2), {"over": {"tp": (1,)}}, "--tp"),
+        (BASE, {"objective": "goodput"}, "--node-mtbf-hours"),
+        (BASE, {"max_memory_bytes": 2**60}, "--max-memory"),
+        (BASE, {"top": 0}, "--top"),
+    ],
+)
+def test_what_is_missing_is_said(dense: StepGraph, base: Plan, more: dict[str, Any], words_of_it: str) -> None:
+    with pytest.raises(UsageError, match=words_of_it):
+        search(dense, base, **more)
+
+
+def test_an_unknown_objective_is_said(dense: StepGraph) -> None:
+    with pytest.raises(UnknownNameError, match=r"did you mean 'energy'"):
+        search(dense, BASE, objective="enrgy")
+
+
+def test_a_space_without_plans_says_why(dense: StepGraph) -> None:
+    with pytest.raises(PlanError, match="does not divide"):
+        search(dense, BASE, over={"tp": (3,)})
+    with pytest.raises(PlanError, match=r"none of .* lacks"):
+        search(dense, BASE, over=SMALL, max_memory_bytes=2**20)
+
+
+def test_axes_are_read() -> None:
+    assert parse_axis("--over", "tp=1,2") == ("tp", (1, 2))
+    assert parse_axis("--over", "sequence-parallel=true,false") == ("sequence_parallel", (True, False))
+    assert parse_axis("--over", "recompute=none,2") == ("recompute", ("none", "2"))
+    assert words("--over", "8..64:x2") == ["8", "16", "32", "64"]
+    assert words("--over", "1..2:+0.5,7") == ["1", "1.5", "2", "7"]
+
+
+@pytest.mark.parametrize(
+    "text", ["tp", "tp=", "tp=x", "tp=1,,2", "gpus=8..4", "gpus=1..8:x1", "gpus=0..8:x2", "gpus=1..9:*2"]
+)
+def test_wrong_axes_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_axis("--over", text)
+    with pytest.raises(UnknownNameError):
+        parse_axis("--over", "tpp=1")
+
+
+def test_every_objective_has_a_bound_below_its_value(dense: StepGraph) -> None:
+    system = System("dgx-h100")
+    result, _ = predict(dense, Plan(gpus=8, global_batch=16), system)
+    for name in OBJECTIVES:
+        aim = objective(name, system, FAILURES)
+        assert aim.least(result.step_s, result.gpus) <= aim.value(result) * (1 + 1e-12)
