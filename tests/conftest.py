@@ -18,8 +18,8 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("simulator", "proces
 
 # Each worker has a core; threads of PyTorch beyond it would wait for each other in loops that use all of it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Virtual machines may flag matrix tiles (AMX) and not let programs use them; PyTorch's bf16 products then die of an
-# illegal instruction.
+# Virtual machines may flag matrix tiles (AMX) and not let programs use them; PyTorch's bf16 products then die of
+# an illegal instruction.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 # As the commands do: what is built lives until a test ends, and the usual thresholds look for garbage in vain.
