@@ -117,10 +117,10 @@ def _is_rank(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
-Axis = tuple[str, tuple[Any, ...]]
+_Axis = tuple[str, tuple[Any, ...]]
 
 
-def fixed(axes: Iterable[Axis]) -> dict[str, tuple[Any, ...]]:
+def fixed(axes: Iterable[_Axis]) -> dict[str, tuple[Any, ...]]:
     """Axes of one value each.
 
     Raises:
@@ -133,7 +133,7 @@ def fixed(axes: Iterable[Axis]) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def several(fixed: dict[str, tuple[Any, ...]], axes: Iterable[Axis]) -> dict[str, tuple[Any, ...]]:
+def several(fixed: dict[str, tuple[Any, ...]], axes: Iterable[_Axis]) -> dict[str, tuple[Any, ...]]:
     """Fixed axes and others.
 
     Raises:

@@ -4,6 +4,6 @@
 `objective` what is better, and `branch` looks for the best. `writers` writes a plan in the words of others.
 """
 
-from echograph.workflow.search.branch import Candidate, Found, search
+from echograph.workflow.search.branch import Candidate, SearchResult, search
 
-__all__ = ["Candidate", "Found", "search"]
+__all__ = ["Candidate", "SearchResult", "search"]

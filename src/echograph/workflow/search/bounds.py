@@ -69,7 +69,7 @@ def _of_step(plan: Plan) -> Hashable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class PlanBound:
     """What a plan takes at least.
 
     Attributes:
@@ -124,7 +124,7 @@ class Bounds:
         self._steps: dict[Hashable, StepCost | EchoError] = {}
         self._keeps: dict[tuple[int, str], float] = {}
 
-    def first(self, chosen: Mapping[str, Any], global_batch: int) -> Bound:
+    def first(self, chosen: Mapping[str, Any], global_batch: int) -> PlanBound:
         """A bound from the captured step alone.
 
         Args:
@@ -140,12 +140,12 @@ class Bounds:
         whole = share if chosen["zero"] < 3 else max(share, gpus)
         apart = share if chosen["zero"] == 0 else max(share, gpus)
         kept = 0.0 if _MAKES_SMALLER & chosen.keys() else self._kept(chosen["micro_batch"], chosen["recompute"])
-        return Bound(
+        return PlanBound(
             step_ps=self.shorter * 1e12 * flops / rate if rate else 0.0,
             memory_bytes=parameters / whole + states / apart + kept / (model * chosen["cp"]),
         )
 
-    def second(self, plan: Plan, gpus: int) -> Bound:
+    def second(self, plan: Plan, gpus: int) -> PlanBound:
         """A bound from the step of one rank, which is made when it is asked for first.
 
         Raises:
@@ -158,7 +158,7 @@ class Bounds:
         shards = gpus // (plan.tp * plan.pp)
         parameters = cost.parameter_bytes / (shards if plan.zero == 3 else 1)
         states = cost.state_bytes / (shards if plan.zero else 1)
-        return Bound(
+        return PlanBound(
             step_ps=self.shorter * _step_ps(cost, plan, count),
             memory_bytes=(parameters + states) / plan.pp + _kept(cost, plan, count),
         )

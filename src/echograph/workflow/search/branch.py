@@ -27,10 +27,10 @@ from echograph.units import format_bytes, format_count, format_time
 from echograph.workflow.plan import Plan
 from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.search.bounds import Bound, Bounds
+from echograph.workflow.search.bounds import Bounds, PlanBound
 from echograph.workflow.search.objective import Objective
 from echograph.workflow.search.objective import objective as objective_named
-from echograph.workflow.search.space import Chosen, Space, space
+from echograph.workflow.search.space import PlanWords, Space, space
 from echograph.workflow.search.writers import PlanSizes
 from echograph.workflow.system import System
 from echograph.workflow.workers import Workers, workers
@@ -99,13 +99,13 @@ class Candidate:
         }
 
 
-def options(plan: Chosen | Plan) -> dict[str, Any]:
+def options(plan: PlanWords | Plan) -> dict[str, Any]:
     """The words of a plan file that say a plan."""
     given = (plan if isinstance(plan, Plan) else Plan(**plan)).given
     return {option_name(name)[2:]: value for name, value in given.items()}
 
 
-def in_words(plan: Chosen | Plan, leave: Collection[str] = ("cluster", "global-batch")) -> str:
+def in_words(plan: PlanWords | Plan, leave: Collection[str] = ("cluster", "global-batch")) -> str:
     """The options of a plan, as a command line has them."""
     said = ((name, value) for name, value in options(plan).items() if name not in leave)
     return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in said)
@@ -132,7 +132,7 @@ class Losers:
     too_large_by_bound: int = 0
     too_large: int = 0
     least_missing_bytes: int = 0
-    nearest: Chosen | Plan | None = None
+    nearest: PlanWords | Plan | None = None
     slower_by_bound: int = 0
     slower: int = 0
     not_reached: int = 0
@@ -153,7 +153,7 @@ class Losers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """The answer of a search.
 
     Attributes:
@@ -312,7 +312,7 @@ class _Search:
         self.slower: list[tuple[float, int, Plan]] = []
         self.needs: dict[int, float] = {}
         self.simulated = self.considered = 0
-        self.left: list[tuple[float, int, int, Chosen | Plan]] = []
+        self.left: list[tuple[float, int, int, PlanWords | Plan]] = []
 
     def begin(self) -> None:
         """Bounds all plans coarsely."""
@@ -331,17 +331,17 @@ class _Search:
         """The value that a plan must not be above to be among the best."""
         return self.best[self.top - 1].value if len(self.best) >= self.top else inf
 
-    def _least(self, bound: Bound, gpus: int) -> float:
+    def _least(self, bound: PlanBound, gpus: int) -> float:
         return self.aim.least(bound.step_ps / 1e12, gpus)
 
-    def _may_fit(self, bound: Bound, plan: Chosen | Plan) -> bool:
+    def _may_fit(self, bound: PlanBound, plan: PlanWords | Plan) -> bool:
         if bound.memory_bytes <= self.capacity:
             return True
         self.losers.too_large_by_bound += 1
         self._missing(round(bound.memory_bytes), plan)
         return False
 
-    def _tighten(self, number: int, chosen: Chosen) -> None:
+    def _tighten(self, number: int, chosen: PlanWords) -> None:
         """Bounds a plan tightly, and keeps it where that does not decide."""
         try:
             plan = self.among.plan(chosen)
@@ -353,7 +353,7 @@ class _Search:
             self.needs[number] = bound.memory_bytes
             heapq.heappush(self.left, (self._least(bound, chosen["gpus"]), 1, number, plan))
 
-    def _missing(self, needed: int, plan: Chosen | Plan) -> None:
+    def _missing(self, needed: int, plan: PlanWords | Plan) -> None:
         losers, missing = self.losers, needed - self.capacity
         if losers.nearest is None or missing < losers.least_missing_bytes:
             losers.least_missing_bytes, losers.nearest = missing, plan
@@ -454,7 +454,7 @@ def search(
     time_s: float = inf,
     jobs: int = 1,
     say: Progress = silent,
-) -> Found:
+) -> SearchResult:
     """The best plans for a step on a system.
 
     Args:
@@ -504,7 +504,7 @@ def search(
     if not state.best and not ended:
         raise _nothing(state, system)
     front = state.front(Predictor(graph, system, scenario), began + time_s) if state.best else ()
-    return Found(
+    return SearchResult(
         model=graph.workload.model or graph.name,
         cluster=system.cluster.name,
         device=system.cluster.device,
@@ -540,7 +540,7 @@ def _nothing(state: _Search, system: System) -> PlanError:
 MOST_REASONS = 3
 
 
-def _lines(found: Found) -> Iterator[str]:
+def _lines(found: SearchResult) -> Iterator[str]:
     gpus = sorted({one.gpus for one in (*found.best, *found.front)})
     many = f"{' or '.join(map(str, gpus))} GPUs of " if gpus else ""
     yield f"{found.model} on {many}{found.cluster} ({found.device})"
@@ -563,7 +563,7 @@ def _lines(found: Found) -> Iterator[str]:
     yield from _losers(found.losers)
 
 
-def _table(found: Found, shown: Sequence[Candidate]) -> str:
+def _table(found: SearchResult, shown: Sequence[Candidate]) -> str:
     several = len({one.gpus for one in found.front}) > 1
     step = found.objective.name in ("step", "tokens-per-s")
     titles = [

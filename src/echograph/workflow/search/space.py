@@ -1,7 +1,7 @@
 """The plans that a search looks among: a tuple of axes, each with the values that divide.
 
 An axis is a field of `Plan`. Its values are proposed, or given by whoever asks; each has to divide what the axes
-before it left. What the graph and the machine say is read off them once (`Facts`).
+before it left. What the graph and the machine say is read off them once (`SearchFacts`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from echograph.options import kinds, option_name
 from echograph.simulator.clusters import Cluster
 from echograph.workflow.plan import Plan
 
-Chosen = Mapping[str, Any]
+PlanWords = Mapping[str, Any]
 LEAST_TOKENS = 1024
 """Of a sequence that context-parallel ranks are proposed to be left with; other sizes can be asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class SearchFacts:
     """What the graph and the cluster say of the sizes of plans.
 
     Attributes:
@@ -47,7 +47,7 @@ class Facts:
     batch: int
 
     @classmethod
-    def of(cls, graph: StepGraph, cluster: Cluster, gpus: Sequence[int], global_batch: int) -> Facts:
+    def of(cls, graph: StepGraph, cluster: Cluster, gpus: Sequence[int], global_batch: int) -> SearchFacts:
         """Reads them off a step and a cluster.
 
         Raises:
@@ -82,7 +82,7 @@ def _experts(graph: StepGraph) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
+class SearchAxis:
     """One axis of the space.
 
     Attributes:
@@ -93,8 +93,8 @@ class Axis:
     """
 
     name: str
-    values: Callable[[Facts, Chosen], Sequence[Any]]
-    divides: Callable[[Any, Facts, Chosen], bool] = lambda value, facts, chosen: True
+    values: Callable[[SearchFacts, PlanWords], Sequence[Any]]
+    divides: Callable[[Any, SearchFacts, PlanWords], bool] = lambda value, facts, chosen: True
     why: str = ""
 
 
@@ -102,39 +102,39 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _left(chosen: Chosen) -> int:
+def _left(chosen: PlanWords) -> int:
     """GPUs that the axes before an axis leave."""
     return int(chosen["gpus"] // prod(chosen.get(name, 1) for name in ("tp", "cp", "pp")))
 
 
-def _samples(facts: Facts, chosen: Chosen) -> int:
+def _samples(facts: SearchFacts, chosen: PlanWords) -> int:
     """Samples of each data-parallel rank, 0 where they do not divide."""
     each, rest = divmod(facts.global_batch, _left(chosen))
     return 0 if rest else each
 
 
-def _micro_batches(facts: Facts, chosen: Chosen) -> int:
+def _micro_batches(facts: SearchFacts, chosen: PlanWords) -> int:
     return _samples(facts, chosen) // int(chosen["micro_batch"])
 
 
-def _sizes(facts: Facts, chosen: Chosen, most: int) -> list[int]:
+def _sizes(facts: SearchFacts, chosen: PlanWords, most: int) -> list[int]:
     return [n for n in _divisors(_left(chosen)) if n <= most]
 
 
-def _context_sizes(facts: Facts, chosen: Chosen) -> list[int]:
+def _context_sizes(facts: SearchFacts, chosen: PlanWords) -> list[int]:
     return [n for n in _sizes(facts, chosen, max(1, facts.tokens // LEAST_TOKENS)) if n == 1 or cuts(facts, n)]
 
 
-def cuts(facts: Facts, size: int) -> bool:
+def cuts(facts: SearchFacts, size: int) -> bool:
     """Whether so many context-parallel ranks cut the sequence in two balanced parts each."""
     return size == 1 or (facts.tokens > 0 and facts.tokens % (2 * size) == 0)
 
 
-def _expert_sizes(facts: Facts, chosen: Chosen) -> list[int]:
+def _expert_sizes(facts: SearchFacts, chosen: PlanWords) -> list[int]:
     return [n for n in _divisors(facts.experts) if _shares_experts(n, facts, chosen)]
 
 
-def _shares_experts(size: int, facts: Facts, chosen: Chosen) -> bool:
+def _shares_experts(size: int, facts: SearchFacts, chosen: PlanWords) -> bool:
     if facts.experts % size:
         return False
     plan = Plan(**{name: chosen[name] for name in ("tp", "cp", "sequence_parallel")}, ep=size)
@@ -143,99 +143,99 @@ def _shares_experts(size: int, facts: Facts, chosen: Chosen) -> bool:
     )
 
 
-def _chunks(facts: Facts, chosen: Chosen) -> list[int]:
+def _chunks(facts: SearchFacts, chosen: PlanWords) -> list[int]:
     stages = chosen["pp"]
     if stages == 1:
         return [1]
     return [n for n in _divisors(facts.layers // stages) if n == 1 or facts.layers % (stages * n) == 0]
 
 
-def _schedules(facts: Facts, chosen: Chosen) -> list[str]:
+def _schedules(facts: SearchFacts, chosen: PlanWords) -> list[str]:
     if chosen["pp"] == 1:
         return [""]
     # GPipe takes as long as 1F1B and more memory: it is there for those who ask for it.
     return ["interleaved"] if chosen["vpp"] > 1 else ["1f1b", "zb-h1"]
 
 
-def _runs(value: str, facts: Facts, chosen: Chosen) -> bool:
+def _runs(value: str, facts: SearchFacts, chosen: PlanWords) -> bool:
     if chosen["pp"] == 1:
         return value == ""
     return value in ("", "interleaved") if chosen["vpp"] > 1 else value != "interleaved"
 
 
-def _copies(facts: Facts, chosen: Chosen) -> list[int]:
+def _copies(facts: SearchFacts, chosen: PlanWords) -> list[int]:
     """One, or as many as leave each NVLink domain a copy of its own."""
     inside = max(1, facts.domain // (chosen["tp"] * chosen["cp"]))
     within = _left(chosen) // inside
     return [1, within] if _copied(within, facts, chosen) and within not in (0, 1) else [1]
 
 
-def _copied(value: int, facts: Facts, chosen: Chosen) -> bool:
+def _copied(value: int, facts: SearchFacts, chosen: PlanWords) -> bool:
     ranks = _left(chosen)
     return value == 1 or (chosen["zero"] == 3 and 1 < value < ranks and ranks % value == 0)
 
 
-def _stages_of_zero(facts: Facts, chosen: Chosen) -> Sequence[int]:
+def _stages_of_zero(facts: SearchFacts, chosen: PlanWords) -> Sequence[int]:
     # A lone rank has nobody to share with.
     return (0, 1, 2, 3) if _left(chosen) * chosen["cp"] > 1 else (0,)
 
 
-def _micro(facts: Facts, chosen: Chosen) -> list[int]:
+def _micro(facts: SearchFacts, chosen: PlanWords) -> list[int]:
     return [n for n in _divisors(_samples(facts, chosen)) if _fed(n, facts, chosen)]
 
 
-def _fed(value: int, facts: Facts, chosen: Chosen) -> bool:
+def _fed(value: int, facts: SearchFacts, chosen: PlanWords) -> bool:
     samples = _samples(facts, chosen)
     if not samples or samples % value or (facts.batch == 1 and value != 1):
         return False
     return chosen["vpp"] == 1 or samples // value % int(chosen["pp"]) == 0
 
 
-AXES: tuple[Axis, ...] = (
-    Axis(name="gpus", values=lambda facts, _: facts.gpus),
-    Axis(
+AXES: tuple[SearchAxis, ...] = (
+    SearchAxis(name="gpus", values=lambda facts, _: facts.gpus),
+    SearchAxis(
         name="tp",
         values=lambda facts, chosen: _sizes(facts, chosen, facts.domain),
         divides=lambda value, facts, chosen: _left(chosen) % value == 0,
         why="does not divide the GPUs",
     ),
-    Axis(
+    SearchAxis(
         name="sequence_parallel",
         values=lambda _, chosen: (False, True) if chosen["tp"] > 1 else (False,),
         divides=lambda value, _, chosen: not value or chosen["tp"] > 1,
         why="needs --tp 2 or more",
     ),
-    Axis(
+    SearchAxis(
         name="cp",
         values=_context_sizes,
         divides=lambda value, facts, chosen: _left(chosen) % value == 0 and cuts(facts, value),
         why="does not divide the GPUs or the sequence",
     ),
-    Axis(
+    SearchAxis(
         name="pp",
         values=lambda facts, chosen: _sizes(facts, chosen, facts.layers),
         divides=lambda value, facts, chosen: _left(chosen) % value == 0 and value <= max(1, facts.layers),
         why="does not divide the GPUs, or is more than there are layers",
     ),
-    Axis(
+    SearchAxis(
         name="vpp",
         values=_chunks,
         divides=lambda value, facts, chosen: value in _chunks(facts, chosen),
         why="does not divide the layers of a stage",
     ),
-    Axis(name="schedule", values=_schedules, divides=_runs, why="is of other --pp or --vpp"),
-    Axis(
+    SearchAxis(name="schedule", values=_schedules, divides=_runs, why="is of other --pp or --vpp"),
+    SearchAxis(
         name="ep", values=_expert_sizes, divides=_shares_experts, why="does not divide the experts or their ranks"
     ),
-    Axis(name="zero", values=_stages_of_zero),
-    Axis(name="hsdp_replicas", values=_copies, divides=_copied, why="does not divide the ranks of --zero 3"),
-    Axis(
+    SearchAxis(name="zero", values=_stages_of_zero),
+    SearchAxis(name="hsdp_replicas", values=_copies, divides=_copied, why="does not divide the ranks of --zero 3"),
+    SearchAxis(
         name="micro_batch",
         values=_micro,
         divides=_fed,
         why="does not divide the samples of a rank, or a round of the pipeline",
     ),
-    Axis(name="recompute", values=lambda *_: ("none", "selective", "full")),
+    SearchAxis(name="recompute", values=lambda *_: ("none", "selective", "full")),
 )
 """What a search varies, each with what it needs of the ones before it. Other fields of a plan vary where asked."""
 
@@ -252,18 +252,18 @@ class Space:
         refused: how many choices were left out while the plans were made, by what was wrong.
     """
 
-    facts: Facts
-    axes: tuple[Axis, ...]
+    facts: SearchFacts
+    axes: tuple[SearchAxis, ...]
     base: Plan
     asked: Mapping[str, tuple[Any, ...]]
     refused: Counter[str] = field(default_factory=Counter)
 
-    def choices(self) -> Iterator[Chosen]:
+    def choices(self) -> Iterator[PlanWords]:
         """Every choice of values, in the order of the axes."""
         self.refused.clear()
         yield from self._from(0, {})
 
-    def plan(self, chosen: Chosen) -> Plan:
+    def plan(self, chosen: PlanWords) -> Plan:
         """The plan of a choice.
 
         Raises:
@@ -322,7 +322,7 @@ def space(
         raise UsageError("--global-batch: plans are compared by the same work: say how many samples a step has")
     known = {axis.name for axis in AXES}
     more = tuple(_extra(name) for name in asked if name not in known)
-    facts = Facts.of(graph, cluster, gpus, base.global_batch)
+    facts = SearchFacts.of(graph, cluster, gpus, base.global_batch)
     return Space(
         facts=facts,
         axes=(*AXES[:1], *more, *AXES[1:]),
@@ -331,9 +331,9 @@ def space(
     )
 
 
-def _extra(name: str) -> Axis:
+def _extra(name: str) -> SearchAxis:
     """An axis for a field that a search leaves as it is unless it is asked for."""
-    return Axis(name=name, values=lambda *_: ())
+    return SearchAxis(name=name, values=lambda *_: ())
 
 
 def parse_axis(option: str, text: str) -> tuple[str, tuple[Any, ...]]:
