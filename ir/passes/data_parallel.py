@@ -817,7 +817,9 @@ class ProgramWriter:
             if not self._views:
                 role = t.TensorRole.ACTIVATION if options.zero == 2 else t.TensorRole.BUFFER
                 copy = builder.tensor(f"{tensor.name}.bucket", tensor.shape, tensor.dtype, role)
-                ops.append(self._copy("copy_to_bucket", (port,), tensor.nbytes, made=(copy,)))
+                # Buckets of whole gradients are there before the step, and written in place.
+                read, made = ((port,), (copy,)) if options.zero == 2 else ((port, copy), ())
+                ops.append(self._copy("copy_to_bucket", read, tensor.nbytes, made=made))
                 port = copy
             held.append(port)
         scatter = options.zero > 0 and options.reduce_scatter

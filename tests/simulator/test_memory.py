@@ -361,6 +361,12 @@ def test_the_tensors_of_the_peak_are_named() -> None:
     assert lines == [f"  {tensor}" for tensor in found.tensors[:3]]
 
 
+def test_buckets_of_gradients_are_there_before_the_step() -> None:
+    """`DistributedDataParallel` keeps its buckets from step to step, beside gradients that it sets to None."""
+    alone, pair = (of(DataParallel(replicas=n)(layered_step(5))) for n in (1, 2))
+    assert pair.at_rest_bytes - alone.at_rest_bytes == pair.by_role["buffer"] == alone.by_role["parameter"]
+
+
 @pytest.mark.parametrize("repeated", [False, True])
 def test_what_another_micro_batch_uses_lives_from_its_maker_to_its_last_reader(repeated: bool) -> None:
     """A buffer that the step makes; one of calls that come again cannot be told apart, and stays throughout."""
