@@ -186,7 +186,9 @@ def pass_seconds(
     )
     tile = float(kernel.tile)
     visited = keys_visited(shape, causal, tile, kernel.key_tile)
-    tiled, swept = (shape.kv, shape.q) if backward else (shape.q, _whole(shape.kv, kernel.key_tile))
+    keys = _whole(shape.kv, kernel.key_tile)
+    # The padding of keys is in `visited` where there is no mask: there the tiles have it as well.
+    tiled, swept = (np.where(causal, shape.kv, keys), shape.q) if backward else (shape.q, keys)
     tiles = shape.b * shape.h * np.ceil(tiled / tile)
     overhead_s = overhead_s * np.maximum(1.0, visited / kernel.plateau_keys)
     seen = visited * shape.q / tiled

@@ -78,7 +78,7 @@ def expected(of: DeviceProfile, shape: tuple[int, ...], causal: bool, backward: 
     keys = 96 * ceil(kv / 96)
     visited = min(kv, attended + min(q, 192) / 2) if causal else keys
     overhead_s *= max(1.0, visited / 20_000.0)
-    tiled, swept = (kv, q) if backward else (q, keys)
+    tiled, swept = (kv if causal else keys, q) if backward else (q, keys)
     waves = b * h * ceil(tiled / 192) / sheet.sm_count
     mean_s = 192 * (visited * q / tiled * pair_s + overhead_s)
     longest_s = 192 * (swept * pair_s + overhead_s)

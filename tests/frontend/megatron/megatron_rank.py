@@ -23,7 +23,7 @@ from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import in_place
 from echograph.frontend.megatron.shims import shimmed
 from echograph.frontend.scripts import device
-from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.world import World
 from echograph.profiler.comms import tracer as tracing
 
@@ -110,6 +110,8 @@ def main() -> None:
     with (
         shimmed(),
         device.present(World(rank=rank, size=size)),
+        # No recorder passes marks on from operands to results: all that a real rank makes is on its device.
+        replaced(device, "on_gpu", lambda _: True),
         in_place(hooks(place)),
     ):
         # The shims have megatron-core imported anew.
