@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
@@ -292,6 +293,9 @@ class OnTheDevice(TorchFunctionMode):
             return _address(args[0])
         if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor) and args[0].is_leaf:
             return _copied(*args)
+        if func is Tensor.__deepcopy__ and type(args[0]) is Tensor:
+            with _disable_current_modes():  # one that was made beside the fake ones has its values
+                return func(*args)
         if func in PLACES:
             return PLACES[func](*args)
         if func is Tensor.pin_memory:
