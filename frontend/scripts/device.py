@@ -53,8 +53,8 @@ _GRAPHS = "CUDA graphs are not captured: leave them out, the operators are those
 _DRIVER = "this asks a real GPU, and a capture has only the answers of one: leave it out if you can"
 _NOT_ANSWERED = "the GPU of a capture, where PyTorch has no CUDA, does not answer it: leave it out if you can"
 _DOWNLOAD = (
-    "it is downloaded, and is not here: have it downloaded before (a cache counts, as HF_HOME's), or give the "
-    "script data of the same shapes, or a configuration without weights"
+    "it is downloaded, and is not here: have it downloaded before (a cache counts, as HF_HOME's), or have it made of "
+    "its shapes: --fake-data NAME, --fake-weights NAME"
 )
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
@@ -68,7 +68,7 @@ _REMEDIES = (
     (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs|nvrtc", _NOT_ANSWERED),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
-_FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine", "xformers", "bitsandbytes")
+_FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine", "bitsandbytes", "kernels")
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
 
 

@@ -115,7 +115,12 @@ class _Name(type):
         return _Name(name, (), {})
 
     def __call__(cls, *given: Any, **__: Any) -> Any:
-        """As a decorator it leaves what it is given."""
+        """As a decorator it leaves what it is given; what a script derives from it is not known."""
+        if isinstance(cls.__base__, _Name):
+            raise CaptureError(
+                f"{cls.__name__} derives from {cls.__base__.__name__}, whose package is not installed and of which a "
+                "capture knows no more than the name: choose PyTorch's own operators"
+            )
         return given[0] if len(given) == 1 and callable(given[0]) else cls
 
     def __getitem__(cls, _: Any) -> Any:
@@ -281,6 +286,43 @@ def _rotary(
     return out
 
 
+class _RotaryEmbedding(torch.nn.Module):
+    """`flash_attn.layers.rotary.RotaryEmbedding`: angles that are kept, and one kernel for each tensor."""
+
+    def __init__(
+        self, dim: int, base: float = 10000.0, interleaved: bool = False, scale_base: float | None = None,
+        pos_idx_in_fp32: bool = True, device: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if scale_base is not None:
+            raise CaptureError("flash_attn's rotary embedding with scale_base is not known here: leave it out")
+        self.dim, self.base, self.interleaved, self.pos_idx_in_fp32 = dim, base, interleaved, pos_idx_in_fp32
+        self.scale_base = self.scale = None
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+
+    def _compute_inv_freq(self, device: Any = None) -> Tensor:
+        made: Tensor = 1.0 / self.base ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+        return made
+
+    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        if seqlen > self._seq_len_cached or self._cos_cached is None or self._cos_cached.dtype != dtype:
+            self._seq_len_cached = seqlen
+            angles = torch.outer(torch.arange(seqlen, device=device, dtype=torch.float32), self.inv_freq)
+            self._cos_cached, self._sin_cached = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def forward(self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int = 0, **given: Any) -> Any:
+        """Of (batch, sequence, 3, heads, head), or of queries and, two in one, keys and values."""
+        longest = max(qkv.shape[1] + seqlen_offset, given.get("max_seqlen") or 0)
+        self._update_cos_sin_cache(longest, device=qkv.device, dtype=qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        assert cos is not None and sin is not None
+        turned = _rotary(qkv, cos, sin)
+        return turned if kv is None else (turned, _rotary(kv, cos, sin))
+
+
 class _RmsNorm(torch.nn.RMSNorm):
     """`flash_attn.ops.rms_norm.RMSNorm`, and Triton's of the same name."""
 
@@ -325,7 +367,10 @@ def _flash_attn(note: NoteTaker) -> list[ModuleType]:
     }  # fmt: skip
     name = "flash_attn"
     interface = _module(f"{name}.flash_attn_interface", **functions)
-    rotary = _module(f"{name}.layers.rotary", apply_rotary_emb=_rotary, apply_rotary_emb_func=_rotary)
+    rotary = _module(
+        f"{name}.layers.rotary", apply_rotary_emb=_rotary, apply_rotary_emb_func=_rotary,
+        RotaryEmbedding=_RotaryEmbedding,
+    )  # fmt: skip
     layers = _module(f"{name}.layers", rotary=rotary)
     norm = _module(f"{name}.ops.triton.layer_norm", layer_norm_fn=_layer_norm, RMSNorm=_RmsNorm)
     triton = _module(f"{name}.ops.triton", layer_norm=norm)
@@ -426,10 +471,43 @@ def _xformers(note: NoteTaker) -> list[ModuleType]:
     return [_module("xformers", __version__="0.0.33", ops=ops), ops, fmha, bias]
 
 
+# -- grouped_gemm ---------------------------------------------------------------------------------------------
+
+
+def _grouped(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+    """`grouped_gemm.ops.gmm`: rows of a, of which each matrix of b takes as many as its size says."""
+    if trans_a:
+        raise CaptureError("grouped_gemm with trans_a is the product of a backward pass: leave that to autograd")
+    ends = batch_sizes.to(a.device).cumsum(0).to(torch.int32)
+    return torch._grouped_mm(a, b.transpose(-2, -1) if trans_b else b, offs=ends)
+
+
+def _by_expert(tokens: Tensor, experts: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """`grouped_gemm.ops.permute`: each token once for each of its experts, in their order, and where it went."""
+    order = experts.flatten().argsort()
+    return tokens.index_select(0, order // experts.shape[-1] if experts.dim() > 1 else order), order
+
+
+def _by_token(rows: Tensor, order: Tensor, weights: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """`grouped_gemm.ops.unpermute`: what the experts of each token made of it, weighted and added up."""
+    back = rows.index_select(0, order.argsort())
+    return back if weights is None else (back.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1)
+
+
+def _grouped_gemm(note: NoteTaker) -> list[ModuleType]:
+    def product(*args: Any, **kwargs: Any) -> Tensor:
+        note("grouped_gemm is not installed: its products are PyTorch's grouped ones, its permutations several kernels")
+        return _grouped(*args, **kwargs)
+
+    ops = _module("grouped_gemm.ops", gmm=product, permute=_by_expert, unpermute=_by_token)
+    return [_module("grouped_gemm", ops=ops, **{name: getattr(ops, name) for name in ("gmm", "permute")}), ops]
+
+
 _RUNS = "its attention of several sequences is PyTorch's flash attention, a kernel for each run of equal lengths"
 _NAMED = ("triton", "flash_attn")
 """Those of which anything may be imported; of the others what is not there raises ImportError, as a script that has
 another way expects."""
 _STAND_INS: dict[str, Callable[[NoteTaker], list[ModuleType]]] = {
     "triton": _triton, "flash_attn": _flash_attn, "xformers": _xformers,
+    "grouped_gemm": _grouped_gemm,
 }  # fmt: skip
