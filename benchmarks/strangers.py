@@ -84,7 +84,8 @@ def capture(row: dict[str, Any], folder: Path) -> Outcome:
     at = folder / clone(row) / row.get("folder", "")
     own = folder / row.get("python", "") / "bin" / "python"
     python = str(own) if "python" in row and own.is_file() else sys.executable
-    set_there = {name: value.format(data=folder / "data") for name, value in row.get("environment", {}).items()}
+    known = {"data": folder / "data", "path": os.environ.get("PYTHONPATH", "")}
+    set_there = {name: value.format(**known) for name, value in row.get("environment", {}).items()}
     with tempfile.TemporaryDirectory() as made:
         asked = command(row, folder / "data", Path(made) / "job.pb")
         told, errors = Path(made) / "told", Path(made) / "errors"

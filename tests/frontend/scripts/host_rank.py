@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._dynamo  # before anything of it is another
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -38,8 +39,8 @@ class OnTheHost(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
-        if func is Tensor.to and len(args) > 1 and _gpu(args[1]):
-            args = (args[0], _CPU, *args[2:])
+        if func is Tensor.to or func.__name__ == "_parse_to":  # of tensors, of modules
+            args = tuple(_CPU if type(arg) in (int, str, torch.device) and _gpu(arg) else arg for arg in args)
         if _gpu(kwargs.get("device")):
             kwargs["device"] = _CPU
         return func(*args, **kwargs)
