@@ -54,7 +54,9 @@ def scripts(text: str) -> list[dict[str, Any]]:
     for row in tomllib.loads(text)["script"]:
         base = found[row["like"]] if "like" in row else {}
         # Data and further arguments are those of one script alone.
-        found[row["name"]] = {key: value for key, value in base.items() if key not in ("more", "data", "decide")} | row
+        found[row["name"]] = {
+            key: value for key, value in base.items() if key not in ("more", "data", "decide")
+        } | row
     return list(found.values())
 
 

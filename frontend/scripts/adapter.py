@@ -163,7 +163,7 @@ def patched(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[Non
     before = getattr(owner, name)
     value = around(before)
     if isinstance(value, FunctionType) and isinstance(before, FunctionType) and value.__closure__:
-        # Libraries ask for the arguments of what they call; one made for this place alone passes for what it wraps.
+        # Libraries ask for the arguments of what they call: what was made for this place passes for what it wraps.
         update_wrapper(value, before)
     setattr(owner, name, value)
     try:

@@ -53,8 +53,8 @@ _GRAPHS = "CUDA graphs are not captured: leave them out, the operators are those
 _DRIVER = "this asks a real GPU, and a capture has only the answers of one: leave it out if you can"
 _NOT_ANSWERED = "the GPU of a capture, where PyTorch has no CUDA, does not answer it: leave it out if you can"
 _DOWNLOAD = (
-    "it is downloaded, and is not here: have it downloaded before (a cache counts, as HF_HOME's), or have it made of "
-    "its shapes: --fake-data NAME, --fake-weights NAME"
+    "it is downloaded, and is not here: have it downloaded before (a cache counts, as HF_HOME's), or have it made "
+    "of its shapes: --fake-data NAME, --fake-weights NAME"
 )
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (

@@ -155,8 +155,8 @@ def _rows(named: Mapping[str, Path | None], original: Callable[..., Any], note: 
             columns, sizes = _COLUMNS[path]
             parts = {part: _made(columns, min(count, MOST_ROWS)) for part, count in sizes.items()}
             note(
-                f"{path}: columns as published ({', '.join(columns)}), random words, at most {MOST_ROWS:,} rows, as "
-                "--fake-data asks"
+                f"{path}: columns as published ({', '.join(columns)}), random words, at most {MOST_ROWS:,} rows, "
+                "as --fake-data asks"
             )
         if split is not None:
             part = parts[str(split).partition("[")[0]]
@@ -201,7 +201,13 @@ class _Metric:
 
 _REVISION = "0" * 40
 _SPECIAL = ("<unk>", "<s>", "</s>", "<pad>", "[CLS]", "[SEP]", "[MASK]")
-_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.bool: "BOOL"}
+_TYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
 _hubs: dict[int, tuple[Fakes, Path]] = {}
 
 
@@ -230,7 +236,7 @@ def _hub(fakes: Fakes, note: NoteTaker) -> Path:
 
 
 def _model(given: Mapping[str, Any], folder: Path) -> None:
-    """Writes what a repository of the hub has of a model: configuration, tokenizer, names and shapes of weights."""
+    """Writes what the hub has of a model: configuration, tokenizer, names and shapes of weights."""
     library = _package("transformers")
     kind = getattr(library, given["architectures"][0])
     config = kind.config_class.from_dict(dict(given))

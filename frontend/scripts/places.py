@@ -153,11 +153,12 @@ def answered(index: int) -> Iterator[None]:
         if type(made) is FakeTensor and kind is not nn.Parameter:
             made.__class__ = _fake_class(kind)
         return made
+
     new = FakeTensor.__new__
 
     def parameter(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        # Libraries make a parameter by the class of another one, which is that of fake tensors here, and may give it
-        # the attributes of that.
+        # Libraries make a parameter by the class of another one, which is that of fake tensors here, and may give
+        # it the attributes of that.
         if len(args) == 1 and isinstance(args[0], Tensor):
             made = nn.Parameter(args[0], kwargs.get("requires_grad", True))
             mark(made, on_gpu(args[0]))

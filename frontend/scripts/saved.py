@@ -81,7 +81,7 @@ def weights(original: Callable[..., Any]) -> Callable[..., dict[str, Tensor]]:
 
 @contextmanager
 def headers_alone() -> Iterator[None]:
-    """In the context, of files of safetensors the headers are read; whoever imported a reader has the old one after."""
+    """In the context, of files of safetensors the headers are read; after it all have the old readers again."""
     package = importlib.import_module("safetensors")
     original = package.safe_open
     with patched(importlib.import_module("safetensors.torch"), "load_file", weights):

@@ -118,8 +118,8 @@ class _Name(type):
         """As a decorator it leaves what it is given; what a script derives from it is not known."""
         if isinstance(cls.__base__, _Name):
             raise CaptureError(
-                f"{cls.__name__} derives from {cls.__base__.__name__}, whose package is not installed and of which a "
-                "capture knows no more than the name: choose PyTorch's own operators"
+                f"{cls.__name__} derives from {cls.__base__.__name__}, whose package is not installed and of which "
+                "a capture knows no more than the name: choose PyTorch's own operators"
             )
         return given[0] if len(given) == 1 and callable(given[0]) else cls
 
@@ -213,15 +213,15 @@ def _packed_keys(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def _not_packed(*_: Any, **__: Any) -> None:
     raise CaptureError(
-        "flash_attn with a cache of keys, or sequences packed in one tensor, is no kernel of training that is known "
-        "here: take flash_attn_func, flash_attn_varlen_func or PyTorch's scaled_dot_product_attention"
+        "flash_attn with a cache of keys, or sequences packed in one tensor, is no kernel of training that is "
+        "known here: take flash_attn_func, flash_attn_varlen_func or PyTorch's scaled_dot_product_attention"
     )
 
 
 def attention_of_several(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], keys: Sequence[int], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Attention within each of several sequences, which lie one behind the other: a kernel for each run of equal ones.
+    """Attention within each of several sequences, one behind the other: a kernel for each run of equal ones.
 
     Args:
         q: (positions of all, heads, head), as k and v.
@@ -304,7 +304,9 @@ class _RotaryEmbedding(torch.nn.Module):
         self._sin_cached: Tensor | None = None
 
     def _compute_inv_freq(self, device: Any = None) -> Tensor:
-        made: Tensor = 1.0 / self.base ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+        made: Tensor = 1.0 / self.base ** (
+            torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
+        )
         return made
 
     def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
@@ -496,7 +498,10 @@ def _by_token(rows: Tensor, order: Tensor, weights: Tensor | None = None, *_: An
 
 def _grouped_gemm(note: NoteTaker) -> list[ModuleType]:
     def product(*args: Any, **kwargs: Any) -> Tensor:
-        note("grouped_gemm is not installed: its products are PyTorch's grouped ones, its permutations several kernels")
+        note(
+            "grouped_gemm is not installed: its products are PyTorch's grouped ones, its permutations several "
+            "kernels"
+        )
         return _grouped(*args, **kwargs)
 
     ops = _module("grouped_gemm.ops", gmm=product, permute=_by_expert, unpermute=_by_token)
@@ -505,8 +510,8 @@ def _grouped_gemm(note: NoteTaker) -> list[ModuleType]:
 
 _RUNS = "its attention of several sequences is PyTorch's flash attention, a kernel for each run of equal lengths"
 _NAMED = ("triton", "flash_attn")
-"""Those of which anything may be imported; of the others what is not there raises ImportError, as a script that has
-another way expects."""
+"""Those of which anything may be imported; of the others what is not there raises ImportError, as a script that
+has another way expects."""
 _STAND_INS: dict[str, Callable[[NoteTaker], list[ModuleType]]] = {
     "triton": _triton, "flash_attn": _flash_attn, "xformers": _xformers,
     "grouped_gemm": _grouped_gemm,

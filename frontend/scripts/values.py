@@ -226,6 +226,7 @@ class HostGenerator(torch.Generator, metaclass=_KindOfGenerator):
     """
 
     def __new__(cls, device: Any = "cpu") -> HostGenerator:
+        """Of whichever device."""
         del device
         return super().__new__(cls)
 
@@ -241,8 +242,10 @@ def _with_a_state(original: Callable[[Tensor], None]) -> Callable[[Tensor], None
 
 
 def installed() -> Iterator[AbstractContextManager[None]]:
-    """In the contexts, arrays of NumPy give their values, what a communication is given is forgotten, and
-    generators of random numbers take no state without values."""
+    """In the contexts, arrays of NumPy give their values, and what a communication is given is forgotten.
+
+    Generators of random numbers take no state without values.
+    """
     yield patched(torch, "from_numpy", _from_array)
     yield replaced(torch, "Generator", HostGenerator)
     for owner in (torch, torch.random):

@@ -263,8 +263,8 @@ def capture_command(
     fake_weights: Annotated[
         list[str] | None,
         typer.Option(
-            help="A model of the Hugging Face hub whose weights have shapes alone, as in the zoo or a folder with its "
-            "config.json: bert-base-uncased, NAME=DIR; any number."
+            help="A model of the Hugging Face hub whose weights have shapes alone, as in the zoo or a folder with "
+            "its config.json: bert-base-uncased, NAME=DIR; any number."
         ),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the job goes.")] = Path("job.pb"),

@@ -61,8 +61,8 @@ def capture(
         strict: whether what is unlikely to be meant is an error.
         fake_data: data sets that are made in place of what the script would download: name -> a file with rows of
             their columns; None: as published.
-        fake_weights: models of the Hugging Face hub of which the same is true: name -> a folder with a config.json,
-            or a model of the zoo; None: the zoo's of that name.
+        fake_weights: models of the Hugging Face hub of which the same is true: name -> a folder with a
+            config.json, or a model of the zoo; None: the zoo's of that name.
         say: told what goes on.
 
     Returns:
@@ -166,7 +166,9 @@ def _units() -> HostUnits:
 
 def _there(name: str, file: str | Path) -> Path:
     if not Path(file).is_file():
-        raise InputError(f"--fake-data {name}={file}: no such file: give one of rows (.jsonl, .csv, .parquet, .txt)")
+        raise InputError(
+            f"--fake-data {name}={file}: no such file: give one of rows (.jsonl, .csv, .parquet, .txt)"
+        )
     return Path(file).absolute()
 
 
@@ -178,7 +180,9 @@ def _configuration(name: str, model: str | Path | None) -> Mapping[str, Any]:
     given = name if model is None else model
     entry = from_config(Path(given)) if Path(given).is_dir() else get_model(str(given))
     if entry.architecture in OWN:
-        raise UsageError(f"--fake-weights {name}: {entry.name} is no model of transformers: give a folder's config.json")
+        raise UsageError(
+            f"--fake-weights {name}: {entry.name} is no model of transformers: give a folder's config.json"
+        )
     return {**entry.config, "architectures": [entry.architecture]}
 
 

@@ -2,8 +2,8 @@
 
     python host_rank.py train.py ...      python host_rank.py -m package.train ...
 
-Nothing is captured, and no tensor is fake: the script's own code, PyTorch's wrappers and gloo run as they are. Only
-where something is, and what a GPU is asked, is answered otherwise.
+Nothing is captured, and no tensor is fake: the script's own code, PyTorch's wrappers and gloo run as they are.
+Only where something is, and what a GPU is asked, is answered otherwise.
 """
 
 from __future__ import annotations
@@ -72,13 +72,21 @@ def _answer() -> None:
 
 def _communicate() -> None:
     """gloo for every backend, meshes and wrappers of the CPU."""
-    start, mesh, wrap = dist.init_process_group, dist.init_device_mesh, torch.nn.parallel.DistributedDataParallel.__init__
+    start, mesh, wrap = (
+        dist.init_process_group,
+        dist.init_device_mesh,
+        torch.nn.parallel.DistributedDataParallel.__init__,
+    )
 
     def init(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         start("gloo", *args, **{name: value for name, value in kwargs.items() if name != "device_id"})
 
     def wrapped(self: Any, module: Any, *_: Any, **kwargs: Any) -> None:
-        wrap(self, module, **{name: value for name, value in kwargs.items() if name not in ("device_ids", "output_device")})
+        wrap(
+            self,
+            module,
+            **{name: value for name, value in kwargs.items() if name not in ("device_ids", "output_device")},
+        )
 
     dist.init_process_group = init
     dist.init_device_mesh = lambda kind, *args, **kwargs: mesh("cpu", *args, **kwargs)

@@ -197,7 +197,8 @@ for step in range(3):
     other = memory_efficient_attention(*unbind(turned(qkv), 2), attn_bias=mask)
     parts = mask.split(other.flatten(2))
     assert [tuple(part.shape) for part in parts] == [(2, 5, 64), (1, 6, 64)]
-    rows = index_select_cat([part.flatten(1) for part in parts], [torch.tensor([1]).cuda(), torch.tensor([0]).cuda()])
+    kept = [torch.tensor([1]).cuda(), torch.tensor([0]).cuda()]
+    rows = index_select_cat([part.flatten(1) for part in parts], kept)
     assert rows.shape == (5 * 64 + 6 * 64,)
     x = scaled_index_add(x, torch.tensor([3, 1]).cuda(), x[:2], scaling=model.weight[0], alpha=2.0)
     sent, back = grouped.permute(x, torch.zeros(32, 2, dtype=torch.int32, device="cuda"))
@@ -223,7 +224,9 @@ def test_attention_of_several_lengths_and_products_of_experts(tmp_path: Path) ->
     assert sum("grouped_mm" in str(node.target) for node in recorder.graph.nodes) == 3
     told = " ".join(recorder.notes)
     assert "xformers is not installed" in told and "grouped_gemm is not installed" in told
-    unknown = SEVERAL.replace("ends = torch.tensor([0, 8, 16, 28], dtype=torch.int32)", "ends = torch.empty(4, dtype=torch.int32)")
+    unknown = SEVERAL.replace(
+        "ends = torch.tensor([0, 8, 16, 28], dtype=torch.int32)", "ends = torch.empty(4, dtype=torch.int32)"
+    )
     path.write_text(unknown)
     with pytest.raises(CaptureError, match="sequences whose lengths only values tell"):
         run_script(Script(path=path), World(), TorchAdapter())

@@ -61,7 +61,9 @@ def test_a_model_and_a_data_set_of_the_hub(tmp_path: Path) -> None:
     before = dict(os.environ)
     found = run(tmp_path, LANGUAGE, fakes).recorder
     assert found.sample is not None and tuple(found.sample.shape) == (4, 64)
-    parameters = sum(node.meta["val"].numel() for node in found.graph.nodes if node.meta.get("role") == "parameter")
+    parameters = sum(
+        node.meta["val"].numel() for node in found.graph.nodes if node.meta.get("role") == "parameter"
+    )
     layer = 4 * (32 * 32 + 32) + 2 * 32 * 64 + 32 + 64 + 4 * 32
     assert parameters == (500 + 64 + 2) * 32 + 2 * 32 + 2 * layer + 32 * 32 + 32 + 2 * 32 + 2
     told = " ".join(found.notes)
@@ -97,7 +99,8 @@ def test_images_of_torchvision(tmp_path: Path) -> None:
 
 def test_what_is_not_named_says_how_to_name_it(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    text = "from transformers import AutoConfig\nAutoConfig.from_pretrained('nobody/has-this', local_files_only=True)\n"
+    asked = "AutoConfig.from_pretrained('nobody/has-this', local_files_only=True)"
+    text = f"from transformers import AutoConfig\n{asked}\n"
     with pytest.raises(CaptureError, match="--fake-weights"):
         run(tmp_path, text, Fakes())
 
@@ -106,7 +109,7 @@ def test_words_of_the_options(tmp_path: Path) -> None:
     assert parse_fakes(["MNIST", "a/b=rows.jsonl"]) == {"MNIST": None, "a/b": "rows.jsonl"}
     script = tmp_path / "train.py"
     script.write_text("")
-    with pytest.raises(InputError, match="--fake-data x=gone.jsonl: no such file"):
+    with pytest.raises(InputError, match=r"--fake-data x=gone\.jsonl: no such file"):
         capture(script, fake_data={"x": "gone.jsonl"})
     with pytest.raises(UnknownNameError):
         capture(script, fake_weights={"nobody/has-this": None})

@@ -1,6 +1,6 @@
 """Scripts of others, unedited, without ranks and on four real ones: what they communicate is the same, in order.
 
-ECHOGRAPH_STRANGERS names a folder of clones at the commits of `benchmarks/strangers.toml`; nothing of them is ours.
+ECHOGRAPH_STRANGERS names a folder of clones at the commits of `benchmarks/strangers.toml`; nothing is ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ RANKS = 4
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CLONES, reason="needs clones of the scripts, in a folder that ECHOGRAPH_STRANGERS names"),
+    pytest.mark.skipif(
+        not CLONES, reason="needs clones of the scripts, in a folder that ECHOGRAPH_STRANGERS names"
+    ),
 ]
 
 
@@ -78,7 +80,9 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_what_is_captured_is_what_four_ranks_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_is_captured_is_what_four_ranks_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     stranger = STRANGERS[name]
     folder = Path(CLONES) / stranger.folder
     if not folder.is_dir():
