@@ -295,7 +295,7 @@ class OnTheDevice(TorchFunctionMode):
             return _copied(*args)
         if func is Tensor.__deepcopy__ and type(args[0]) is Tensor:
             with _disable_current_modes():  # one that was made beside the fake ones has its values
-                return func(*args)
+                return copy.deepcopy(*args)
         if func in PLACES:
             return PLACES[func](*args)
         if func is Tensor.pin_memory:

@@ -62,7 +62,7 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
         for name, file in fakes.data.items():
             if file is None and name in _IMAGES:
                 kind = getattr(_package("torchvision.datasets"), name)
-                stack.enter_context(patched(kind, "__init__", lambda _, name=name: _images(name, note)))
+                stack.enter_context(replaced(kind, "__init__", _images(name, note)))
             elif file is None and name not in _COLUMNS:
                 raise UnknownNameError("data set", name, [*_IMAGES, *_COLUMNS])
         rows = {name: file for name, file in fakes.data.items() if name not in _IMAGES}

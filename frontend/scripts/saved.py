@@ -82,7 +82,7 @@ def weights(original: Callable[..., Any]) -> Callable[..., dict[str, Tensor]]:
 @contextmanager
 def headers_alone() -> Iterator[None]:
     """In the context, of files of safetensors the headers are read; after it all have the old readers again."""
-    package = importlib.import_module("safetensors")
+    package: Any = importlib.import_module("safetensors")
     original = package.safe_open
     with patched(importlib.import_module("safetensors.torch"), "load_file", weights):
         package.safe_open = Opened
@@ -129,7 +129,8 @@ class Opened:
 
     def metadata(self) -> dict[str, str] | None:
         """What the file says of itself."""
-        return self._metadata
+        found: dict[str, str] | None = self._metadata
+        return found
 
     def get_tensor(self, name: str) -> Tensor:
         """One of its shape and type."""

@@ -118,8 +118,8 @@ class _Name(type):
         """As a decorator it leaves what it is given; what a script derives from it is not known."""
         if isinstance(cls.__base__, _Name):
             raise CaptureError(
-                f"{cls.__name__} derives from {cls.__base__.__name__}, whose package is not installed and of which "
-                "a capture knows no more than the name: choose PyTorch's own operators"
+                f"{cls.__name__} derives from {cls.__base__.__name__}, whose package is not installed and of "
+                "which a capture knows no more than the name: choose PyTorch's own operators"
             )
         return given[0] if len(given) == 1 and callable(given[0]) else cls
 
@@ -240,8 +240,8 @@ def attention_of_several(
         count = len(list(run))
         end, end_keys = begin + count * length, begin_keys + count * width
         if length:
-            queries = q[begin:end].unflatten(0, (count, length))
-            keyed, valued = (part[begin_keys:end_keys].unflatten(0, (count, width)) for part in (k, v))
+            queries = q[begin:end].view(count, length, *q.shape[1:])
+            keyed, valued = (part[begin_keys:end_keys].view(count, width, *part.shape[1:]) for part in (k, v))
             outs.append(flash_attention(queries, keyed, valued, *args, **kwargs).flatten(0, 1))
         begin, begin_keys = end, end_keys
     if begin < q.shape[0]:
@@ -298,6 +298,7 @@ class _RotaryEmbedding(torch.nn.Module):
             raise CaptureError("flash_attn's rotary embedding with scale_base is not known here: leave it out")
         self.dim, self.base, self.interleaved, self.pos_idx_in_fp32 = dim, base, interleaved, pos_idx_in_fp32
         self.scale_base = self.scale = None
+        self.inv_freq: Tensor
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         self._seq_len_cached = 0
         self._cos_cached: Tensor | None = None
@@ -415,7 +416,7 @@ class _Blocks:
         """The tensors of which (1, positions of all, ...) was made."""
         sizes = self._batch_sizes or [1] * len(self.lengths)
         firsts = [self.lengths[at] for at in accumulate(sizes[:-1], initial=0)]
-        parts = tensor.split([size * length for size, length in zip(sizes, firsts, strict=True)], dim=1)
+        parts = torch.split(tensor, [size * length for size, length in zip(sizes, firsts, strict=True)], dim=1)
         shapes = zip(parts, sizes, firsts, strict=True)
         return [part.reshape(size, length, *tensor.shape[2:]) for part, size, length in shapes]
 
@@ -493,7 +494,7 @@ def _by_expert(tokens: Tensor, experts: Tensor, *_: Any, **__: Any) -> tuple[Ten
 def _by_token(rows: Tensor, order: Tensor, weights: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
     """`grouped_gemm.ops.unpermute`: what the experts of each token made of it, weighted and added up."""
     back = rows.index_select(0, order.argsort())
-    return back if weights is None else (back.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1)
+    return back if weights is None else (back.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
 def _grouped_gemm(note: NoteTaker) -> list[ModuleType]:
