@@ -206,3 +206,21 @@ for step in range(2):
     job = capture_script(Script(path=path), World(size=2), TorchAdapter()).graph
     assert isinstance(job, JobGraph)
     assert len(job.programs) == 2
+
+
+def test_an_optimizer_that_steps_for_its_states_ends_no_training_step(tmp_path: Path) -> None:
+    text = """import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+get_optimizer_state_dict(model, optimizer)
+for step in range(3):
+    model(torch.ones(4 + step, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    recorder = run_script(Script(path=path), World(), TorchAdapter()).recorder
+    assert recorder.sample is not None
+    assert tuple(recorder.sample.shape) == (5, 8)

@@ -6,6 +6,7 @@ ECHOGRAPH_STRANGERS names a folder of clones at the commits of `benchmarks/stran
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,8 +55,8 @@ STRANGERS = {
         ),
     ),
     "pytorch/examples FSDP2": Stranger(folder="examples/distributed/FSDP2", script="example.py"),
-    "pytorch/examples fsdp_tp_example": Stranger(
-        folder="examples/distributed/tensor_parallelism", script="fsdp_tp_example.py"
+    "pytorch/examples sequence_parallel": Stranger(
+        folder="examples/distributed/tensor_parallelism", script="sequence_parallel_example.py"
     ),
     "nanoGPT": Stranger(
         folder="nanoGPT",
@@ -84,9 +85,10 @@ def test_what_is_captured_is_what_four_ranks_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     stranger = STRANGERS[name]
-    folder = Path(CLONES) / stranger.folder
-    if not folder.is_dir():
-        pytest.skip(f"no clone in {folder}")
+    clone = Path(CLONES) / stranger.folder
+    if not clone.is_dir():
+        pytest.skip(f"no clone in {clone}")
+    folder = shutil.copytree(clone, tmp_path / "clone", ignore=shutil.ignore_patterns(".git", "checkpoints"))
     monkeypatch.chdir(folder)
     if name == "nanoGPT":
         data = folder / "data" / "small"
