@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROWS = Path(__file__).with_suffix(".toml")
-_COMMAND = [sys.executable, "-c", "from echograph.cli.echoc import main; main()"]
+_COMMAND = ["-c", "from echograph.cli.echoc import main; main()"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,15 @@ def scripts(text: str) -> list[dict[str, Any]]:
     for row in tomllib.loads(text)["script"]:
         base = found[row["like"]] if "like" in row else {}
         # Data and further arguments are those of one script alone.
-        found[row["name"]] = {key: value for key, value in base.items() if key not in ("more", "data")} | row
+        found[row["name"]] = {
+            key: value for key, value in base.items() if key not in ("more", "data", "decide")
+        } | row
     return list(found.values())
+
+
+def clone(row: dict[str, Any]) -> str:
+    """Name of the folder in which a script's repository lies."""
+    return str(row.get("clone", row["repository"].partition("/")[2]))
 
 
 def command(row: dict[str, Any], data: Path, output: Path) -> list[str]:
@@ -64,18 +71,30 @@ def command(row: dict[str, Any], data: Path, output: Path) -> list[str]:
     decided = [part for line in row.get("decide", ()) for part in ("--decide", line)]
     arguments = [part.format(data=data) for part in (*row["arguments"], *row.get("more", ()))]
     ranks = ["--world-size", str(row["ranks"])]
+    step = ["--step", str(row["step"])] if "step" in row else []
     framework = row.get("framework", "torch")
-    return ["capture", framework, *what, *ranks, *decided, "--json", "-o", str(output), "--", *arguments]
+    made = [
+        *(part for name in row.get("fake-data", ()) for part in ("--fake-data", name)),
+        *(part for name in row.get("fake-weights", ()) for part in ("--fake-weights", name)),
+    ]
+    asked = [*what, *ranks, *step, *decided, *made]
+    return ["capture", framework, *asked, "--json", "-o", str(output), "--", *arguments]
 
 
 def capture(row: dict[str, Any], folder: Path) -> Outcome:
     """Captures a script in a process of its own."""
-    at = folder / row["repository"].partition("/")[2] / row.get("folder", "")
+    at = folder / clone(row) / row.get("folder", "")
+    own = folder / row.get("python", "") / "bin" / "python"
+    python = str(own) if "python" in row and own.is_file() else sys.executable
+    known = {"data": folder / "data", "path": os.environ.get("PYTHONPATH", "")}
+    set_there = {name: value.format(**known) for name, value in row.get("environment", {}).items()}
     with tempfile.TemporaryDirectory() as made:
         asked = command(row, folder / "data", Path(made) / "job.pb")
         told, errors = Path(made) / "told", Path(made) / "errors"
         with told.open("w") as out, errors.open("w") as err:
-            process = subprocess.Popen([*_COMMAND, *asked], cwd=at, stdout=out, stderr=err)
+            process = subprocess.Popen(
+                [python, *_COMMAND, *asked], cwd=at, stdout=out, stderr=err, env=os.environ | set_there
+            )
             try:
                 _, status, used = os.wait4(process.pid, 0)
             except KeyboardInterrupt:
@@ -122,7 +141,7 @@ def main() -> None:
     given = parser.parse_args()
     folder = given.folder.resolve()
     rows = [row for row in scripts(ROWS.read_text()) if given.only in row["name"]]
-    there = [row for row in rows if (folder / row["repository"].partition("/")[2]).is_dir()]
+    there = [row for row in rows if (folder / clone(row)).is_dir()]
     print(table([capture(row, folder) for row in there]))
 
 

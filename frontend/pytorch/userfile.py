@@ -30,9 +30,14 @@ _LONGEST_REASON = 200
 
 
 def reason(error: BaseException) -> str:
-    """Type and first line of an exception."""
-    first_line = (str(error).strip().splitlines() or ["no message"])[0]
+    """Type and first line of an exception; of one that says nothing, as an `assert`, the code that raised it."""
+    first_line = (str(error).strip().splitlines() or [_code(error) or "no message"])[0]
     return f"{type(error).__name__}: {first_line[:_LONGEST_REASON]}"
+
+
+def _code(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line or "") if frames else ""
 
 
 def user_line(error: BaseException) -> str:

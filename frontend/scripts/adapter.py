@@ -28,9 +28,11 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import update_wrapper
 from itertools import product
 from math import prod
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from echograph.errors import CaptureError, MissingExtraError, UsageError
@@ -158,7 +160,12 @@ def patched(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[Non
         raise CaptureError(f"{where} has no '{name}' in this version: install one that is tested")
     own = name in vars(owner)
     original = vars(owner)[name] if own else None
-    setattr(owner, name, around(getattr(owner, name)))
+    before = getattr(owner, name)
+    value = around(before)
+    if isinstance(value, FunctionType) and isinstance(before, FunctionType) and value.__closure__:
+        # Libraries ask for the arguments of what they call: what was made for this place passes for what it wraps.
+        update_wrapper(value, before)
+    setattr(owner, name, value)
     try:
         yield
     finally:

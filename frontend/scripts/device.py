@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
@@ -52,8 +53,8 @@ _GRAPHS = "CUDA graphs are not captured: leave them out, the operators are those
 _DRIVER = "this asks a real GPU, and a capture has only the answers of one: leave it out if you can"
 _NOT_ANSWERED = "the GPU of a capture, where PyTorch has no CUDA, does not answer it: leave it out if you can"
 _DOWNLOAD = (
-    "it is downloaded, and is not here: have it downloaded before (a cache counts, as HF_HOME's), or give the "
-    "script data of the same shapes, or a configuration without weights"
+    "it is downloaded, and is not here: have it downloaded before (a cache counts, as HF_HOME's), or have it made "
+    "of its shapes: --fake-data NAME, --fake-weights NAME"
 )
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
@@ -67,7 +68,7 @@ _REMEDIES = (
     (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs|nvrtc", _NOT_ANSWERED),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
-_FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine", "xformers", "bitsandbytes")
+_FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine", "bitsandbytes", "kernels")
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
 
 
@@ -292,6 +293,9 @@ class OnTheDevice(TorchFunctionMode):
             return _address(args[0])
         if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor) and args[0].is_leaf:
             return _copied(*args)
+        if func is Tensor.__deepcopy__ and type(args[0]) is Tensor:
+            with _disable_current_modes():  # one that was made beside the fake ones has its values
+                return copy.deepcopy(*args)
         if func in PLACES:
             return PLACES[func](*args)
         if func is Tensor.pin_memory:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -127,6 +128,12 @@ def _device(tensor: FakeTensor) -> torch.device:
     return tensor._fake_device
 
 
+@cache
+def _fake_class(kind: type[nn.Parameter]) -> type[FakeTensor]:
+    """A class of parameters, of fake tensors."""
+    return type(kind.__name__, (FakeTensor, kind), {"__module__": kind.__module__})
+
+
 @contextmanager
 def answered(index: int) -> Iterator[None]:
     """In the context, tensors say where they are.
@@ -138,12 +145,22 @@ def answered(index: int) -> Iterator[None]:
 
     _Place.gpu, _Place.below = torch.device("cuda", index), 0
     local = property(lambda tensor: tensor._local_tensor.device)
+    plain = nn.Parameter.__new__
+
+    def of_class(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        # PyTorch gives a parameter of a fake tensor that tensor's class, whichever class of parameters was asked.
+        made = plain(kind, *args, **kwargs)
+        if type(made) is FakeTensor and kind is not nn.Parameter:
+            made.__class__ = _fake_class(kind)
+        return made
+
     new = FakeTensor.__new__
 
     def parameter(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        # Libraries make a parameter by the class of another one, which is that of fake tensors here.
-        if kwargs.keys() <= {"requires_grad"} and len(args) == 1 and isinstance(args[0], Tensor):
-            made = nn.Parameter(args[0], **kwargs)
+        # Libraries make a parameter by the class of another one, which is that of fake tensors here, and may give
+        # it the attributes of that.
+        if len(args) == 1 and isinstance(args[0], Tensor):
+            made = nn.Parameter(args[0], kwargs.get("requires_grad", True))
             mark(made, on_gpu(args[0]))
             return made
         return new(kind, *args, **kwargs)
@@ -152,5 +169,6 @@ def answered(index: int) -> Iterator[None]:
         replaced(FakeTensor, "device", property(_device)),
         replaced(FakeTensor, "__new__", staticmethod(parameter)),
         replaced(DTensor, "device", local),
+        replaced(nn.Parameter, "__new__", staticmethod(of_class)),
     ):
         yield

@@ -513,6 +513,15 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         if self._counts and stepping is self._pace:
             self.step_ends()
 
+    @contextmanager
+    def making_states(self) -> Iterator[None]:
+        """Optimizers step for their states alone, as where a checkpoint is loaded: no training step ends."""
+        self._optimizing += 1
+        try:
+            yield
+        finally:
+            self._optimizing -= 1
+
     def _check_gradients(self, stepping: Optimizer) -> None:
         self.stepped_at = self.stepped_at or line_of_script()
         held = [p for group in stepping.param_groups for p in group["params"] if p.requires_grad]

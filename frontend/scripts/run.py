@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from echograph.frontend.pytorch.capture import fake_mode, plain_attention_masks,
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.pytorch.userfile import reason
-from echograph.frontend.scripts import stand_ins
+from echograph.frontend.scripts import fakes, stand_ins
 from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
@@ -50,6 +50,7 @@ class Script:
         whole: whether it goes on after that step.
         host: prices what the script's own work is for the host; None: that is not counted.
         strict: whether what is unlikely to be meant (`checks`) is an error.
+        fakes: what is made in place of what it would download.
     """
 
     path: Path
@@ -59,6 +60,7 @@ class Script:
     whole: bool = False
     host: HostPrice | None = None
     strict: bool = False
+    fakes: fakes.Fakes = field(default_factory=fakes.Fakes)
 
     @classmethod
     def of_module(cls, name: str, **fields: Any) -> Script:
@@ -120,6 +122,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter(patched(os, "_exit", _exit_as_sys))
         enter(replaced(torch, "compile", _left_out))
         enter(stand_ins.standing_in(recorder.note))
+        enter(fakes.installed(script.fakes, recorder.note))
         enter(quiet_fakes())
         enter(cuda_operators())
         enter(plain_attention_masks())

@@ -6,9 +6,12 @@ Of a file of safetensors, which others wrote, shapes and types are read.
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from echograph.errors import CaptureError
+from echograph.frontend.scripts.adapter import patched
 
 
 class Saved:
@@ -69,18 +73,87 @@ def weights(original: Callable[..., Any]) -> Callable[..., dict[str, Tensor]]:
     del original
 
     def load_file(filename: str | os.PathLike[str], device: Any = "cpu") -> dict[str, Tensor]:
+        opened = Opened(filename, device=device)
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 it is no mapping
+
+    return load_file
+
+
+@contextmanager
+def headers_alone() -> Iterator[None]:
+    """In the context, of files of safetensors the headers are read; after it all have the old readers again."""
+    package: Any = importlib.import_module("safetensors")
+    original = package.safe_open
+    with patched(importlib.import_module("safetensors.torch"), "load_file", weights):
+        package.safe_open = Opened
+        try:
+            yield
+        finally:
+            for module in list(sys.modules.values()):
+                if vars(module).get("safe_open") is Opened:
+                    module.safe_open = original  # type: ignore[attr-defined]
+
+
+class Opened:
+    """`safetensors.safe_open` of which the header is read alone: tensors have shapes and types.
+
+    Args:
+        filename: the file.
+        framework: as there; all are PyTorch's.
+        device: of the tensors.
+
+    Raises:
+        CaptureError: it is no file of safetensors.
+    """
+
+    def __init__(self, filename: str | os.PathLike[str], framework: str = "pt", device: Any = "cpu") -> None:
+        del framework
         with Path(filename).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > _MOST_HEADER:
                 raise CaptureError(f"{filename}: no file of safetensors: its header says {length:,} bytes")
-            header = json.loads(file.read(length))
-        return {
-            name: torch.empty(held["shape"], dtype=_SAFE[held["dtype"]], device=device)
-            for name, held in header.items()
-            if name != "__metadata__"
-        }
+            self._header: dict[str, Any] = json.loads(file.read(length))
+        self._metadata, self._device = self._header.pop("__metadata__", None), device
 
-    return load_file
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+    def keys(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self._header)
+
+    offset_keys = keys
+
+    def metadata(self) -> dict[str, str] | None:
+        """What the file says of itself."""
+        found: dict[str, str] | None = self._metadata
+        return found
+
+    def get_tensor(self, name: str) -> Tensor:
+        """One of its shape and type."""
+        held = self._header[name]
+        return torch.empty(held["shape"], dtype=_SAFE[held["dtype"]], device=self._device)
+
+    def get_slice(self, name: str) -> _Slice:
+        """What may be asked of a tensor before it is read."""
+        return _Slice(self, name)
+
+
+class _Slice:
+    def __init__(self, file: Opened, name: str) -> None:
+        self._file, self._name = file, name
+
+    def get_shape(self) -> list[int]:
+        return list(self._file._header[self._name]["shape"])
+
+    def get_dtype(self) -> str:
+        return str(self._file._header[self._name]["dtype"])
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._file.get_tensor(self._name)[index]
 
 
 def _file(f: Any) -> str | None:

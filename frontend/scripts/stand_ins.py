@@ -9,12 +9,13 @@ name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from itertools import accumulate, groupby, pairwise
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from echograph.errors import CaptureError
+from echograph.frontend.pytorch.known_values import is_known
 from echograph.frontend.scripts.values import NoteTaker
 
 WRITES_ONLY = ("_fill_indices_kernel",)
@@ -39,7 +41,7 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
     missing = [name for name in _STAND_INS if _is_missing(name)]
     for name in missing:
         sys.modules.update({module.__name__: module for module in _STAND_INS[name](note)})
-    parts = _Parts(missing)
+    parts = _Parts([name for name in missing if name in _NAMED])
     sys.meta_path.append(parts)
     try:
         yield
@@ -113,7 +115,12 @@ class _Name(type):
         return _Name(name, (), {})
 
     def __call__(cls, *given: Any, **__: Any) -> Any:
-        """As a decorator it leaves what it is given."""
+        """As a decorator it leaves what it is given; what a script derives from it is not known."""
+        if isinstance(cls.__base__, _Name):
+            raise CaptureError(
+                f"{cls.__name__} derives from {cls.__base__.__name__}, whose package is not installed and of "
+                "which a capture knows no more than the name: choose PyTorch's own operators"
+            )
         return given[0] if len(given) == 1 and callable(given[0]) else cls
 
     def __getitem__(cls, _: Any) -> Any:
@@ -206,9 +213,57 @@ def _packed_keys(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def _not_packed(*_: Any, **__: Any) -> None:
     raise CaptureError(
-        "flash_attn_varlen takes sequences whose lengths only values tell: give it sequences of one length "
-        "(flash_attn_func), or PyTorch's scaled_dot_product_attention"
+        "flash_attn with a cache of keys, or sequences packed in one tensor, is no kernel of training that is "
+        "known here: take flash_attn_func, flash_attn_varlen_func or PyTorch's scaled_dot_product_attention"
     )
+
+
+def attention_of_several(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], keys: Sequence[int], *args: Any, **kwargs: Any
+) -> Tensor:
+    """Attention within each of several sequences, one behind the other: a kernel for each run of equal ones.
+
+    Args:
+        q: (positions of all, heads, head), as k and v.
+        k: keys.
+        v: values.
+        lengths: positions of each sequence; there may be more behind them.
+        keys: positions of its keys and values.
+        args: as of `flash_attention`.
+        kwargs: the same by name.
+
+    Returns:
+        As q.
+    """
+    outs, begin, begin_keys = [], 0, 0
+    for (length, width), run in groupby(zip(lengths, keys, strict=True)):
+        count = len(list(run))
+        end, end_keys = begin + count * length, begin_keys + count * width
+        if length:
+            queries = q[begin:end].view(count, length, *q.shape[1:])
+            keyed, valued = (part[begin_keys:end_keys].view(count, width, *part.shape[1:]) for part in (k, v))
+            outs.append(flash_attention(queries, keyed, valued, *args, **kwargs).flatten(0, 1))
+        begin, begin_keys = end, end_keys
+    if begin < q.shape[0]:
+        outs.append(q[begin:] * 0.0)
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0, *args: Any, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """`flash_attn_varlen_func`, where the host knows the bounds of the sequences."""
+    del max_seqlen_q, max_seqlen_k
+    if not (is_known(cu_seqlens_q) and is_known(cu_seqlens_k)):
+        raise CaptureError(
+            "flash_attn_varlen takes sequences whose lengths only values tell: give it sequences of one length "
+            "(flash_attn_func), or PyTorch's scaled_dot_product_attention"
+        )
+    lengths, keys = (
+        [end - begin for begin, end in pairwise(bounds.tolist())] for bounds in (cu_seqlens_q, cu_seqlens_k)
+    )
+    return attention_of_several(q, k, v, lengths, keys, *args, **kwargs)
 
 
 class _Rotated(torch.autograd.Function):
@@ -229,6 +284,46 @@ def _rotary(
 ) -> Tensor:
     out: Tensor = _Rotated.apply(x, cos, sin, inplace)  # type: ignore[no-untyped-call]
     return out
+
+
+class _RotaryEmbedding(torch.nn.Module):
+    """`flash_attn.layers.rotary.RotaryEmbedding`: angles that are kept, and one kernel for each tensor."""
+
+    def __init__(
+        self, dim: int, base: float = 10000.0, interleaved: bool = False, scale_base: float | None = None,
+        pos_idx_in_fp32: bool = True, device: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if scale_base is not None:
+            raise CaptureError("flash_attn's rotary embedding with scale_base is not known here: leave it out")
+        self.dim, self.base, self.interleaved, self.pos_idx_in_fp32 = dim, base, interleaved, pos_idx_in_fp32
+        self.scale_base = self.scale = None
+        self.inv_freq: Tensor
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+
+    def _compute_inv_freq(self, device: Any = None) -> Tensor:
+        made: Tensor = 1.0 / self.base ** (
+            torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
+        )
+        return made
+
+    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        if seqlen > self._seq_len_cached or self._cos_cached is None or self._cos_cached.dtype != dtype:
+            self._seq_len_cached = seqlen
+            angles = torch.outer(torch.arange(seqlen, device=device, dtype=torch.float32), self.inv_freq)
+            self._cos_cached, self._sin_cached = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def forward(self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int = 0, **given: Any) -> Any:
+        """Of (batch, sequence, 3, heads, head), or of queries and, two in one, keys and values."""
+        longest = max(qkv.shape[1] + seqlen_offset, given.get("max_seqlen") or 0)
+        self._update_cos_sin_cache(longest, device=qkv.device, dtype=qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        assert cos is not None and sin is not None
+        turned = _rotary(qkv, cos, sin)
+        return turned if kv is None else (turned, _rotary(kv, cos, sin))
 
 
 class _RmsNorm(torch.nn.RMSNorm):
@@ -263,23 +358,162 @@ def _flash_attn(note: NoteTaker) -> list[ModuleType]:
         note("flash_attn is not installed: its attention is PyTorch's flash attention, the same kernel")
         return flash_attention(*args, **kwargs)
 
+    def several(*args: Any, **kwargs: Any) -> Tensor:
+        note(f"flash_attn is not installed: {_RUNS}")
+        return _varlen(*args, **kwargs)
+
     functions = {
         "flash_attn_func": attention, "flash_attn_qkvpacked_func": _packed,
         "flash_attn_kvpacked_func": _packed_keys,
-        "flash_attn_varlen_func": _not_packed, "flash_attn_varlen_qkvpacked_func": _not_packed,
+        "flash_attn_varlen_func": several, "flash_attn_varlen_qkvpacked_func": _not_packed,
         "flash_attn_varlen_kvpacked_func": _not_packed, "flash_attn_with_kvcache": _not_packed,
     }  # fmt: skip
     name = "flash_attn"
     interface = _module(f"{name}.flash_attn_interface", **functions)
-    rotary = _module(f"{name}.layers.rotary", apply_rotary_emb=_rotary, apply_rotary_emb_func=_rotary)
+    rotary = _module(
+        f"{name}.layers.rotary", apply_rotary_emb=_rotary, apply_rotary_emb_func=_rotary,
+        RotaryEmbedding=_RotaryEmbedding,
+    )  # fmt: skip
     layers = _module(f"{name}.layers", rotary=rotary)
     norm = _module(f"{name}.ops.triton.layer_norm", layer_norm_fn=_layer_norm, RMSNorm=_RmsNorm)
     triton = _module(f"{name}.ops.triton", layer_norm=norm)
     rms = _module(f"{name}.ops.rms_norm", RMSNorm=_RmsNorm)
     ops = _module(f"{name}.ops", triton=triton, rms_norm=rms)
     whole = _module(name, __version__="2.8.3", flash_attn_interface=interface, layers=layers, ops=ops, **functions)
-    third = _module("flash_attn_interface", flash_attn_func=attention, flash_attn_varlen_func=_not_packed)
+    third = _module("flash_attn_interface", flash_attn_func=attention, flash_attn_varlen_func=several)
     return [whole, interface, layers, rotary, ops, triton, norm, rms, third]
 
 
-_STAND_INS: dict[str, Callable[[NoteTaker], list[ModuleType]]] = {"triton": _triton, "flash_attn": _flash_attn}
+# -- xFormers ------------------------------------------------------------------------------------------------
+
+
+class _Blocks:
+    """`xformers.ops.fmha.BlockDiagonalMask`: sequences one behind the other, each of which sees itself."""
+
+    causal = False
+
+    def __init__(self, lengths: Sequence[int], keys: Sequence[int]) -> None:
+        self.lengths, self.keys = list(lengths), list(keys)
+        self._batch_sizes: Sequence[int] | None = None
+
+    @classmethod
+    def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, **_: Any) -> _Blocks:
+        """Of the lengths of sequences."""
+        return cls(q_seqlen, q_seqlen if kv_seqlen is None else kv_seqlen)
+
+    @classmethod
+    def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple[_Blocks, Tensor]:
+        """Of tensors (batch, length, ...), and these one behind the other: (1, positions of all, ...)."""
+        made = cls.from_seqlens([tensor.shape[1] for tensor in tensors for _ in range(tensor.shape[0])])
+        made._batch_sizes = [tensor.shape[0] for tensor in tensors]
+        return made, torch.cat([tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in tensors], dim=1)
+
+    def make_causal(self) -> _Blocks:
+        """The same, where positions see those before them alone."""
+        return _CausalBlocks(self.lengths, self.keys)
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of which (1, positions of all, ...) was made."""
+        sizes = self._batch_sizes or [1] * len(self.lengths)
+        firsts = [self.lengths[at] for at in accumulate(sizes[:-1], initial=0)]
+        parts = torch.split(tensor, [size * length for size, length in zip(sizes, firsts, strict=True)], dim=1)
+        shapes = zip(parts, sizes, firsts, strict=True)
+        return [part.reshape(size, length, *tensor.shape[2:]) for part, size, length in shapes]
+
+
+class _CausalBlocks(_Blocks):
+    causal = True
+
+
+class _Causal:
+    """`xformers.ops.LowerTriangularMask`."""
+
+
+def _efficient_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0, scale: float | None = None,
+    **_: Any,
+) -> Tensor:  # fmt: skip
+    """`xformers.ops.memory_efficient_attention` of (batch, sequence, heads, head)."""
+    if isinstance(attn_bias, _Blocks):
+        parts = (query[0], key[0], value[0])
+        return attention_of_several(*parts, attn_bias.lengths, attn_bias.keys, p, scale, attn_bias.causal)[None]
+    causal = isinstance(attn_bias, _Causal) or attn_bias is _Causal
+    if attn_bias is not None and not causal:
+        raise CaptureError(
+            "xformers' attention with a bias that is no mask of blocks or of positions before is a kernel that is "
+            "not known here: take PyTorch's scaled_dot_product_attention"
+        )
+    return flash_attention(query, key, value, p, scale, causal)
+
+
+def _scaled_index_add(
+    given: Tensor, index: Tensor, source: Tensor, scaling: Tensor | None = None, alpha: float = 1.0
+) -> Tensor:
+    return torch.index_add(given, 0, index, source if scaling is None else source * scaling, alpha=alpha)
+
+
+def _xformers(note: NoteTaker) -> list[ModuleType]:
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        note(f"xformers is not installed: {_RUNS}")
+        return _efficient_attention(*args, **kwargs)
+
+    biases = {
+        "BlockDiagonalMask": _Blocks, "BlockDiagonalCausalMask": _CausalBlocks, "LowerTriangularMask": _Causal,
+    }  # fmt: skip
+    bias = _module("xformers.ops.fmha.attn_bias", **biases)
+    fmha = _module(
+        "xformers.ops.fmha", attn_bias=bias, memory_efficient_attention=attention, **biases
+    )  # fmt: skip
+    ops = _module(
+        "xformers.ops", fmha=fmha, memory_efficient_attention=attention, LowerTriangularMask=_Causal,
+        unbind=torch.unbind, scaled_index_add=_scaled_index_add,
+        index_select_cat=lambda parts, rows: torch.cat(
+            [part[row].flatten() for part, row in zip(parts, rows, strict=True)]
+        ),
+    )  # fmt: skip
+    return [_module("xformers", __version__="0.0.33", ops=ops), ops, fmha, bias]
+
+
+# -- grouped_gemm ---------------------------------------------------------------------------------------------
+
+
+def _grouped(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+    """`grouped_gemm.ops.gmm`: rows of a, of which each matrix of b takes as many as its size says."""
+    if trans_a:
+        raise CaptureError("grouped_gemm with trans_a is the product of a backward pass: leave that to autograd")
+    ends = batch_sizes.to(a.device).cumsum(0).to(torch.int32)
+    return torch._grouped_mm(a, b.transpose(-2, -1) if trans_b else b, offs=ends)
+
+
+def _by_expert(tokens: Tensor, experts: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """`grouped_gemm.ops.permute`: each token once for each of its experts, in their order, and where it went."""
+    order = experts.flatten().argsort()
+    return tokens.index_select(0, order // experts.shape[-1] if experts.dim() > 1 else order), order
+
+
+def _by_token(rows: Tensor, order: Tensor, weights: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """`grouped_gemm.ops.unpermute`: what the experts of each token made of it, weighted and added up."""
+    back = rows.index_select(0, order.argsort())
+    return back if weights is None else (back.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def _grouped_gemm(note: NoteTaker) -> list[ModuleType]:
+    def product(*args: Any, **kwargs: Any) -> Tensor:
+        note(
+            "grouped_gemm is not installed: its products are PyTorch's grouped ones, its permutations several "
+            "kernels"
+        )
+        return _grouped(*args, **kwargs)
+
+    ops = _module("grouped_gemm.ops", gmm=product, permute=_by_expert, unpermute=_by_token)
+    return [_module("grouped_gemm", ops=ops, **{name: getattr(ops, name) for name in ("gmm", "permute")}), ops]
+
+
+_RUNS = "its attention of several sequences is PyTorch's flash attention, a kernel for each run of equal lengths"
+_NAMED = ("triton", "flash_attn")
+"""Those of which anything may be imported; of the others what is not there raises ImportError, as a script that
+has another way expects."""
+_STAND_INS: dict[str, Callable[[NoteTaker], list[ModuleType]]] = {
+    "triton": _triton, "flash_attn": _flash_attn, "xformers": _xformers,
+    "grouped_gemm": _grouped_gemm,
+}  # fmt: skip

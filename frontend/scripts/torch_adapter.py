@@ -33,7 +33,7 @@ from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.checks import one_rank
 from echograph.frontend.scripts.host_work import compiled
 from echograph.frontend.scripts.recorder import ScriptRecorder
-from echograph.frontend.scripts.saved import Saved, weights
+from echograph.frontend.scripts.saved import Saved, headers_alone
 from echograph.frontend.scripts.values import line_of_script
 from echograph.frontend.scripts.world import World
 from echograph.ir.passes.fuse import COMPILED
@@ -171,7 +171,9 @@ class TorchAdapter(Adapter):
             enter(patched(torch, "save", saved.saving))
             enter(patched(torch, "load", saved.loading))
             if importlib.util.find_spec("safetensors") is not None:
-                enter(patched(importlib.import_module("safetensors.torch"), "load_file", weights))
+                enter(headers_alone())
+            states = importlib.import_module("torch.distributed.checkpoint.state_dict")
+            enter(patched(states, "_init_optim_state", lambda f: _making_states(recorder, f)))
             enter(patched(torch, "compile", lambda _: compiling(recorder, self.compiles)))
             enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))
             enter(patched(DataLoader, "__init__", _in_this_process))
@@ -360,6 +362,14 @@ def _quietly(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with recorder.pausing():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _making_states(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with recorder.making_states():
             return function(*args, **kwargs)
 
     return run

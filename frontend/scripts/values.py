@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.known_values import forget, know
-from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.adapter import patched, replaced
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
@@ -214,9 +214,42 @@ def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
         setattr(out, _FINITE, known)
 
 
+class _KindOfGenerator(type(torch.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, given: object) -> bool:
+        return type.__instancecheck__(torch._C.Generator, given)
+
+
+class HostGenerator(torch.Generator, metaclass=_KindOfGenerator):
+    """A generator whose state ranks tell each other: what came back has no values, and it is what it was.
+
+    One of a GPU draws as one of the host does.
+    """
+
+    def __new__(cls, device: Any = "cpu") -> HostGenerator:
+        """Of whichever device."""
+        del device
+        return super().__new__(cls)
+
+    def set_state(self, new_state: Tensor) -> HostGenerator:
+        """Takes a state that has values; a generator that ranks share is taken to be alike on all."""
+        if not isinstance(new_state, FakeTensor):
+            super().set_state(new_state)
+        return self
+
+
+def _with_a_state(original: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    return lambda state: None if isinstance(state, FakeTensor) else original(state)
+
+
 def installed() -> Iterator[AbstractContextManager[None]]:
-    """In the contexts, arrays of NumPy give their values, and what a communication is given is forgotten."""
+    """In the contexts, arrays of NumPy give their values, and what a communication is given is forgotten.
+
+    Generators of random numbers take no state without values.
+    """
     yield patched(torch, "from_numpy", _from_array)
+    yield replaced(torch, "Generator", HostGenerator)
+    for owner in (torch, torch.random):
+        yield patched(owner, "set_rng_state", _with_a_state)
     for name in ("_check_single_tensor", "_check_tensor_list"):
         yield patched(distributed_c10d, name, _checked)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,7 @@ class World:
         local_size: ranks of a machine.
         gpus: whether it has a GPU for each of them.
         decided: which way the script goes at lines (`file.py:line`) where a tensor's value decides.
+        told: objects that ranks which ran before told all others; worlds that are copies share it.
     """
 
     rank: int = 0
@@ -34,6 +37,8 @@ class World:
     local_size: int = 8
     gpus: bool = True
     decided: Mapping[str, bool] = field(default_factory=dict)
+    told: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict, compare=False, repr=False)
+    _calls: Counter[tuple[Any, ...]] = field(default_factory=Counter, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= MAX_SIZE or not 0 <= self.rank < self.size or self.local_size < 1:
@@ -73,6 +78,7 @@ class World:
 
         before = dict(os.environ)
         os.environ.update(self.environment)
+        self._calls.clear()
         try:
             with ExitStack() as stack:
                 enter = stack.enter_context
@@ -81,6 +87,7 @@ class World:
                 enter(patched(distributed_c10d, "_get_default_timeout", _of_gloo))
                 enter(replaced(distributed_c10d, "_store_based_barrier", _nothing))
                 for owner in (distributed_c10d, dist):
+                    enter(replaced(owner, "broadcast_object_list", self._tell))
                     for name, stand_in in _ALONE.items():
                         enter(replaced(owner, name, stand_in))
                 yield
@@ -89,6 +96,26 @@ class World:
                 _destroy()
             os.environ.clear()
             os.environ.update(before)
+
+    def _tell(
+        self, object_list: list[Any], src: int | None = None, group: Any = None, *_: Any, **given: Any
+    ) -> None:
+        """Broadcasts objects: those of a rank that ran before, as it was the n-th of a group to tell.
+
+        Where it did not run, ranks are taken to have the same.
+        """
+        import torch.distributed as dist
+
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if src is None:
+            src = ranks[given.get("group_src") or 0]
+        self._calls[src, ranks] += 1
+        call = (src, ranks, self._calls[src, ranks])
+        if self.rank == src:
+            with suppress(Exception):  # what cannot be copied is not told
+                self.told[call] = copy.deepcopy(object_list)
+        elif call in self.told:
+            object_list[:] = copy.deepcopy(self.told[call])
 
     def _rendezvous(self, original: Any) -> Any:
         del original
@@ -158,7 +185,6 @@ def _of_gloo(original: Any) -> Any:
 _ALONE: dict[str, Any] = {
     "all_gather_object": _all_gather_object,
     "gather_object": _gather_object,
-    "broadcast_object_list": _nothing,
     "scatter_object_list": _scatter_object_list,
     "monitored_barrier": _nothing,
 }

@@ -253,6 +253,20 @@ def capture_command(
     strict: Annotated[
         bool, typer.Option("--strict", help="End where anything captured is unlikely to be meant.")
     ] = False,
+    fake_data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A data set that is made and not downloaded, as published or with the columns of a file: MNIST, "
+            "nyu-mll/glue, NAME=rows.jsonl; any number."
+        ),
+    ] = None,
+    fake_weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model of the Hugging Face hub whose weights have shapes alone, as in the zoo or a folder with "
+            "its config.json: bert-base-uncased, NAME=DIR; any number."
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the job goes.")] = Path("job.pb"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the script prints on stderr.")] = False,
 ) -> None:
@@ -262,13 +276,14 @@ def capture_command(
     chosen = () if ranks == "roles" else parse_ranks("--ranks", ranks)
     files.check_writable(output)
     require_torch("capturing scripts")
-    from echograph.workflow.capture import capture_script_file, parse_decision
+    from echograph.workflow.capture import capture_script_file, parse_decision, parse_fakes
 
     captured = capture_script_file(
         script, framework, arguments or (), world_size=world_size, local_size=local_size,
         gpus=device == "cuda", decided=dict(map(parse_decision, decide or ())), ranks=chosen, step=step,
         whole=whole, config=config, measure_host=measure_host, showing=lambda: progress("starting"), module=module,
-        strict=strict, quiet=as_json,
+        strict=strict, quiet=as_json, fake_data=parse_fakes(fake_data or ()),
+        fake_weights=parse_fakes(fake_weights or ()),
     )  # fmt: skip
     with progress(f"writing {output}") as say:
         written = save_graph(captured.graph, output, say)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from echograph.errors import UsageError
+from echograph.errors import InputError, UsageError
 from echograph.ir.graph import JobGraph
 from echograph.notes import tell, warn
 from echograph.progress import Progress, silent
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from echograph.profiler.costs.host import HostUnits
 
 _NONE: Mapping[str, bool] = {}
+_NOTHING: Mapping[str, str | Path | None] = {}
 
 
 def capture(
@@ -35,6 +36,8 @@ def capture(
     measure_host: bool = False,
     module: str = "",
     strict: bool = False,
+    fake_data: Mapping[str, str | Path | None] = _NOTHING,
+    fake_weights: Mapping[str, str | Path | None] = _NOTHING,
     say: Progress = silent,
 ) -> JobGraph:
     """Runs a training script as one rank of a job that is not there, in a process of its own, and takes a step.
@@ -56,6 +59,10 @@ def capture(
         measure_host: whether the graph says what the script's own work takes the host before each operation.
         module: run in place of a file, as `python -m` does.
         strict: whether what is unlikely to be meant is an error.
+        fake_data: data sets that are made in place of what the script would download: name -> a file with rows of
+            their columns; None: as published.
+        fake_weights: models of the Hugging Face hub of which the same is true: name -> a folder with a
+            config.json, or a model of the zoo; None: the zoo's of that name.
         say: told what goes on.
 
     Returns:
@@ -70,7 +77,8 @@ def capture(
         None if script is None else Path(script), framework, arguments, world_size=world_size,
         local_size=local_size, gpus=gpus, decided=decided, ranks=ranks, step=step, whole=whole,
         config=None if config is None else Path(config),
-        measure_host=measure_host, module=module, strict=strict, showing=lambda: nullcontext(say),
+        measure_host=measure_host, module=module, strict=strict, fake_data=fake_data, fake_weights=fake_weights,
+        showing=lambda: nullcontext(say),
     )  # fmt: skip
     tell(captured.notes)
     warn(captured.warnings)
@@ -94,6 +102,8 @@ def capture_script_file(
     showing: Callable[[], AbstractContextManager[Progress]],
     module: str = "",
     strict: bool = False,
+    fake_data: Mapping[str, str | Path | None] = _NOTHING,
+    fake_weights: Mapping[str, str | Path | None] = _NOTHING,
     quiet: bool = False,
 ) -> Imported:
     """`capture` with what the graph cannot hold.
@@ -114,12 +124,15 @@ def capture_script_file(
         showing: opens the display of progress, which has threads, once the script's process has been forked.
         module: run in place of a file.
         strict: whether warnings are errors.
+        fake_data: data sets that are made.
+        fake_weights: models of which the weights are made.
         quiet: whether what the script prints goes to stderr.
 
     Raises:
         UsageError: there is neither a file nor a module, or both.
     """
     from echograph.frontend.scripts import ADAPTERS
+    from echograph.frontend.scripts.fakes import Fakes
     from echograph.frontend.scripts.process import CaptureProcess
     from echograph.frontend.scripts.run import Script
     from echograph.frontend.scripts.world import World
@@ -134,6 +147,10 @@ def capture_script_file(
     asked: dict[str, Any] = {
         "arguments": adapter.arguments(tuple(arguments), config), "step": step or adapter.steady_step,
         "whole": whole, "host": _units() if measure_host else None, "strict": strict,
+        "fakes": Fakes(
+            data={name: None if file is None else _there(name, file) for name, file in fake_data.items()},
+            weights={name: _configuration(name, model) for name, model in fake_weights.items()},
+        ),
     }  # fmt: skip
     run = Script(path=script, **asked) if script is not None else Script.of_module(module, **asked)
     world = World(size=world_size, local_size=local_size, gpus=gpus, decided=dict(decided))
@@ -145,6 +162,34 @@ def _units() -> HostUnits:
     from echograph.profiler.costs.host import load_units
 
     return load_units()
+
+
+def _there(name: str, file: str | Path) -> Path:
+    if not Path(file).is_file():
+        raise InputError(
+            f"--fake-data {name}={file}: no such file: give one of rows (.jsonl, .csv, .parquet, .txt)"
+        )
+    return Path(file).absolute()
+
+
+def _configuration(name: str, model: str | Path | None) -> Mapping[str, Any]:
+    """What config.json would say of a model: that of a folder, or of a model of the zoo."""
+    from echograph.models import from_config, get_model
+    from echograph.models.build import OWN
+
+    given = name if model is None else model
+    entry = from_config(Path(given)) if Path(given).is_dir() else get_model(str(given))
+    if entry.architecture in OWN:
+        raise UsageError(
+            f"--fake-weights {name}: {entry.name} is no model of transformers: give a folder's config.json"
+        )
+    return {**entry.config, "architectures": [entry.architecture]}
+
+
+def parse_fakes(texts: Sequence[str]) -> dict[str, str | None]:
+    """What is made in place of a download, from "NAME" or "NAME=WHAT"."""
+    parts = (text.partition("=") for text in texts)
+    return {name: what or None for name, _, what in parts}
 
 
 def parse_decision(text: str) -> tuple[str, bool]:

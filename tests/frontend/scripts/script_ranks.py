@@ -49,8 +49,13 @@ def calls_of(run: ScriptRun) -> list[Call]:
     return found
 
 
-def traced(script: Path, size: int, folder: Path, *arguments: str, spawns: bool = False) -> dict[int, list[Call]]:
-    """Of each rank of a real run over gloo, all that it communicates, in order; some scripts start their ranks."""
+def traced(
+    script: Path, size: int, folder: Path, *arguments: str, spawns: bool = False, at: Path | None = None
+) -> dict[int, list[Call]]:
+    """Of each rank of a real run over gloo, all that it communicates, in order; some scripts start their ranks.
+
+    With `at` the script is started as it is there, and no module is known to the tracer.
+    """
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -66,8 +71,8 @@ def traced(script: Path, size: int, folder: Path, *arguments: str, spawns: bool 
             "PYTHONPATH": os.pathsep.join(filter(None, (str(STARTUP), os.environ.get("PYTHONPATH", "")))),
         }
         with (folder / f"{rank}.log").open("wb") as log:
-            command = [sys.executable, *([] if spawns else [str(RANK)]), str(script), *arguments]
-            began.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder))
+            command = [sys.executable, *([] if spawns or at else [str(RANK)]), str(script), *arguments]
+            began.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=at or folder))
     try:
         status = [process.wait(400) for process in began]
     finally:

@@ -165,3 +165,75 @@ for step in range(3):
     path.write_text(text.replace("    optimizer.step()", "    mine[1](x, 3)"))
     with pytest.raises(CaptureError, match=r"train\.py:13: the kernel mine is written in Triton"):
         run_script(Script(path=path), World(), TorchAdapter())
+
+
+SEVERAL = """import torch
+from flash_attn import flash_attn_varlen_func
+from flash_attn.layers.rotary import RotaryEmbedding
+from xformers.ops import memory_efficient_attention, fmha, unbind, index_select_cat, scaled_index_add
+import grouped_gemm.ops as grouped
+try:
+    from xformers.ops import cross_entropy
+except ImportError:
+    cross_entropy = None
+assert cross_entropy is None
+
+class Turned(RotaryEmbedding):
+    def forward(self, qkv):
+        return super().forward(qkv)
+
+model = torch.nn.Linear(64, 64).cuda().bfloat16()
+experts = torch.nn.Parameter(torch.ones(4, 64, 32, device="cuda", dtype=torch.bfloat16))
+turned = Turned(16).cuda()
+optimizer = torch.optim.SGD([*model.parameters(), experts], lr=0.1)
+ends = torch.tensor([0, 8, 16, 28], dtype=torch.int32).cuda()
+for step in range(3):
+    x = model(torch.ones(32, 64, device="cuda", dtype=torch.bfloat16))
+    q = x.view(32, 4, 16)
+    one = flash_attn_varlen_func(q, q, q, ends, ends, 12, 12, causal=True)
+    short, long = torch.ones(2, 5, 64, device="cuda"), torch.ones(1, 6, 64, device="cuda")
+    mask, packed = fmha.BlockDiagonalMask.from_tensor_list([short.bfloat16(), long.bfloat16()])
+    qkv = model(packed).view(1, 16, 1, 4, 16).expand(1, 16, 3, 4, 16)
+    other = memory_efficient_attention(*unbind(turned(qkv), 2), attn_bias=mask)
+    parts = mask.split(other.flatten(2))
+    assert [tuple(part.shape) for part in parts] == [(2, 5, 64), (1, 6, 64)]
+    kept = [torch.tensor([1]).cuda(), torch.tensor([0]).cuda()]
+    rows = index_select_cat([part.flatten(1) for part in parts], kept)
+    assert rows.shape == (5 * 64 + 6 * 64,)
+    x = scaled_index_add(x, torch.tensor([3, 1]).cuda(), x[:2], scaling=model.weight[0], alpha=2.0)
+    sent, back = grouped.permute(x, torch.zeros(32, 2, dtype=torch.int32, device="cuda"))
+    made = grouped.gmm(sent, experts, torch.tensor([16, 16, 16, 16]), trans_b=False)
+    out = grouped.unpermute(made, back, torch.ones(32, 2, device="cuda"))
+    assert sent.shape == (64, 64) and out.shape == (32, 32)
+    (one.sum() + rows.sum() + out.sum()).backward()
+    optimizer.step()
+"""
+
+
+def test_attention_of_several_lengths_and_products_of_experts(tmp_path: Path) -> None:
+    """Three sequences of 8, 8 and 12, and two of 5 with one of 6: a kernel for each run of equal ones."""
+    path = tmp_path / "train.py"
+    path.write_text(SEVERAL)
+    recorder = run_script(Script(path=path), World(), TorchAdapter()).recorder
+    kernels = [
+        node.args[0].meta["val"].shape[:3]
+        for node in recorder.graph.nodes
+        if str(node.target).startswith("aten._scaled_dot_product_flash_attention.")
+    ]
+    assert [tuple(shape) for shape in kernels] == [(2, 4, 8), (1, 4, 12), (2, 4, 5), (1, 4, 6)]
+    assert sum("grouped_mm" in str(node.target) for node in recorder.graph.nodes) == 3
+    told = " ".join(recorder.notes)
+    assert "xformers is not installed" in told and "grouped_gemm is not installed" in told
+    unknown = SEVERAL.replace(
+        "ends = torch.tensor([0, 8, 16, 28], dtype=torch.int32)", "ends = torch.empty(4, dtype=torch.int32)"
+    )
+    path.write_text(unknown)
+    with pytest.raises(CaptureError, match="sequences whose lengths only values tell"):
+        run_script(Script(path=path), World(), TorchAdapter())
+
+
+def test_what_derives_from_a_name_alone_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("from flash_attn.modules.mha import MHA\nclass Mine(MHA): pass\nMine()\n")
+    with pytest.raises(CaptureError, match=r"train\.py:3: Mine derives from MHA"):
+        run_script(Script(path=path), World(), TorchAdapter())

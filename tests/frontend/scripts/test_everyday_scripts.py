@@ -178,3 +178,49 @@ def test_ranks_that_are_named(folder: Path) -> None:
     assert [dict(program.coordinates) for program in job.programs] == [{"dp": rank} for rank in range(4)]
     with pytest.raises(CaptureError, match="do not stand for all ranks"):
         capture_script(script, World(size=4), TorchAdapter(), ranks=(1, 3))
+
+
+def test_a_rank_has_what_another_one_told_it(tmp_path: Path) -> None:
+    """Of two stages, the first alone reads a file; the second is run after it, and has what that broadcast."""
+    text = """import torch
+import torch.distributed as dist
+dist.init_process_group()
+rank = dist.get_rank()
+told = [{"width": 8}, "words"] if rank == 0 else [None, None]
+dist.broadcast_object_list(told, src=0)
+width = told[0]["width"]
+model = torch.nn.Linear(width, width).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    x = torch.zeros(4, width, device="cuda", requires_grad=True)
+    if rank % 2:
+        dist.recv(x.data, src=rank - 1)
+    out = model(x)
+    if rank % 2 == 0:
+        dist.send(out, dst=rank + 1)
+    out.sum().backward()
+    optimizer.step()
+"""
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    job = capture_script(Script(path=path), World(size=2), TorchAdapter()).graph
+    assert isinstance(job, JobGraph)
+    assert len(job.programs) == 2
+
+
+def test_an_optimizer_that_steps_for_its_states_ends_no_training_step(tmp_path: Path) -> None:
+    text = """import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+get_optimizer_state_dict(model, optimizer)
+for step in range(3):
+    model(torch.ones(4 + step, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    recorder = run_script(Script(path=path), World(), TorchAdapter()).recorder
+    assert recorder.sample is not None
+    assert tuple(recorder.sample.shape) == (5, 8)

@@ -196,3 +196,48 @@ assert held["weight"].shape == (8, 8) and held["bias"].dtype == torch.bfloat16 a
 def test_several_gpus_in_a_process_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"train\.py:2: torch\.nn\.DataParallel .*DistributedDataParallel"):
         run(tmp_path, "import torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(8, 8))\n")
+
+
+def test_a_generator_whose_state_ranks_tell_each_other(tmp_path: Path) -> None:
+    text = """import copy, torch
+import torch.distributed as dist
+dist.init_process_group()
+mine = torch.Generator(device="cuda").manual_seed(2)
+for each in (mine, torch.default_generator):
+    assert isinstance(each, torch.Generator)
+    state = each.get_state().cuda()
+    dist.broadcast(state, 0)
+    if each is mine:
+        each.set_state(state.cpu())
+    else:
+        torch.set_rng_state(state.cpu())
+order = torch.randperm(16, generator=mine).tolist()
+assert sorted(order) == list(range(16)) and order == torch.randperm(16, generator=mine.manual_seed(2)).tolist()
+mesh = dist.init_device_mesh("cuda", (16,))
+assert copy.deepcopy({"mesh": mesh.mesh})["mesh"].tolist() == list(range(16))
+model = torch.nn.Linear(8, 8).cuda()
+"""
+    assert run(tmp_path, text + STEPS).recorder.recorded
+
+
+def test_a_class_of_parameters_is_what_it_is(tmp_path: Path) -> None:
+    text = """import torch
+class Named(torch.nn.Parameter):
+    def __new__(cls, data):
+        return torch.nn.Parameter.__new__(cls, data, True)
+    def named(self, name):
+        self.called = name
+        return self
+class Layer(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.weight = Named(self.weight.data).named("weight")
+        kind = type(self.bias)
+        self.bias = kind(self.bias.to("cuda"), **self.bias.__dict__, requires_grad=True)
+model = Layer().cuda()
+for each in (model.weight, dict(model.named_parameters())["weight"]):
+    assert isinstance(each, Named) and isinstance(each, torch.nn.Parameter) and each.called == "weight"
+assert not isinstance(model.bias, Named) and isinstance(model.bias, torch.nn.Parameter) and model.weight.is_cuda
+assert type(model.weight.detach()) is not type(model.weight)
+"""
+    assert run(tmp_path, text + STEPS).recorder.recorded

@@ -34,6 +34,7 @@ def run(folder: Path, text: str, *, size: int = 2, step: int = 2) -> ScriptRun:
 
 REFUSED = {
     "raises": ("    raise ValueError('no such data set')\n", "train.py:12: ValueError: no such data set"),
+    "asserts": ("    assert step > 5\n", "train.py:12: AssertionError: assert step > 5"),
     "branches on a tensor": (
         "    if loss > 3:\n        break\n",
         "train.py:12: whether a tensor is true decides",

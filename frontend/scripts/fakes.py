@@ -1,0 +1,280 @@
+"""What a script would download, made of its published shapes: data sets and weights that the user names.
+
+A data set has the columns, or images of the size, that its card states, and values that say nothing; weights have
+names, shapes and types alone. Weights lie in a cache of the Hugging Face hub that is there for the run, so whoever
+asks the hub finds them; the hub itself is not asked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from echograph.errors import MissingExtraError, UnknownNameError
+from echograph.frontend.scripts.adapter import patched, replaced
+from echograph.frontend.scripts.values import NoteTaker
+
+MOST_ROWS = 1024
+"""Rows of a data set of the hub that are made: epochs are shorter, steps are not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fakes:
+    """What is made in place of what would be downloaded.
+
+    Attributes:
+        data: name of a data set -> a file of rows with its columns (JSON lines, CSV, Parquet); None: as published.
+        weights: name on the hub -> the configuration of the model, as its config.json has it.
+    """
+
+    data: Mapping[str, Path | None] = field(default_factory=dict)
+    weights: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@contextmanager
+def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
+    """In the context, what was named is there.
+
+    Args:
+        fakes: what.
+        note: is told what was made.
+
+    Raises:
+        UnknownNameError: nothing is known of a data set; names those of which something is.
+        MissingExtraError: a package is not installed that such data are of.
+    """
+    with ExitStack() as stack:
+        for name, file in fakes.data.items():
+            if file is None and name in _IMAGES:
+                kind = getattr(_package("torchvision.datasets"), name)
+                stack.enter_context(replaced(kind, "__init__", _images(name, note)))
+            elif file is None and name not in _COLUMNS:
+                raise UnknownNameError("data set", name, [*_IMAGES, *_COLUMNS])
+        rows = {name: file for name, file in fakes.data.items() if name not in _IMAGES}
+        if rows:
+            package = _package("datasets")
+            for owner in (package, importlib.import_module("datasets.load")):
+                stack.enter_context(patched(owner, "load_dataset", lambda f: _rows(rows, f, note)))
+            if importlib.util.find_spec("evaluate") is not None:
+                stack.enter_context(patched(_package("evaluate"), "load", lambda _: lambda *_, **__: _Metric()))
+        if fakes.weights:
+            folder = str(_hub(fakes, note))
+            # Read from the environment as the package is imported, which may have been before.
+            constants = _package("huggingface_hub.constants")
+            stack.enter_context(replaced(constants, "HF_HUB_CACHE", folder))
+            stack.enter_context(replaced(constants, "HF_HUB_OFFLINE", True))
+        yield
+
+
+def _package(name: str) -> Any:
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise MissingExtraError(name.partition(".")[0], "torch", "making data of its kind")
+    return importlib.import_module(name)
+
+
+# -- images of torchvision --------------------------------------------------------------------------------------
+
+_DIGITS, _PICTURES = (28, 28), (32, 32, 3)
+# Class of torchvision.datasets: size of an image, classes, images to train and to test with.
+_IMAGES = {
+    "MNIST": (_DIGITS, 10, 60_000, 10_000), "FashionMNIST": (_DIGITS, 10, 60_000, 10_000),
+    "KMNIST": (_DIGITS, 10, 60_000, 10_000), "CIFAR10": (_PICTURES, 10, 50_000, 10_000),
+    "CIFAR100": (_PICTURES, 100, 50_000, 10_000),
+}  # fmt: skip
+
+
+def _images(name: str, note: NoteTaker) -> Callable[..., None]:
+    size, classes, training, test = _IMAGES[name]
+
+    def init(
+        images: Any, root: Any = ".", train: bool = True, transform: Any = None, target_transform: Any = None,
+        download: bool = False,
+    ) -> None:  # fmt: skip
+        del download
+        base = importlib.import_module("torchvision.datasets").VisionDataset
+        base.__init__(images, root, transform=transform, target_transform=target_transform)
+        count = training if train else test
+        note(f"{name}: {count:,} images of {' x '.join(map(str, size))} without content, as --fake-data asks")
+        pixels, labels = np.zeros((count, *size), np.uint8), np.arange(count) % classes
+        images.train, images.data, images.targets = train, pixels, labels.tolist()
+        images.classes = [str(number) for number in range(classes)]
+        if size == _DIGITS:
+            with _disable_current_modes():
+                images.data, images.targets = torch.from_numpy(pixels), torch.from_numpy(labels)
+
+    return init
+
+
+# -- data sets of the hub ---------------------------------------------------------------------------------------
+
+_GLUE = {"sentence1": 22, "sentence2": 22, "label": ("not_equivalent", "equivalent"), "idx": int}
+_WIKI = {"text": 60}
+# Name on the hub: columns, each with the words of a text (a choice of ours: cards do not state them), the names of
+# its classes or `int`; rows of each split, as the data set's card has both.
+_COLUMNS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "nyu-mll/glue": (_GLUE, {"train": 3668, "validation": 408, "test": 1725}),  # of the configuration mrpc
+    "roneneldan/TinyStories": ({"text": 170}, {"train": 2_119_719, "validation": 21_990}),
+    "Salesforce/wikitext": (_WIKI, {"train": 36_718, "validation": 3_760, "test": 4_358}),
+    "wikitext": (_WIKI, {"train": 36_718, "validation": 3_760, "test": 4_358}),
+    "tatsu-lab/alpaca": ({"instruction": 12, "input": 4, "output": 45, "text": 90}, {"train": 52_002}),
+    "yahma/alpaca-cleaned": ({"output": 110, "input": 4, "instruction": 12}, {"train": 51_760}),
+    "Dahoas/rm-static": (
+        {"prompt": 120, "response": 50, "chosen": 50, "rejected": 50}, {"train": 76_256, "test": 5_103},
+    ),
+    "stanfordnlp/imdb": ({"text": 230, "label": ("neg", "pos")}, {"train": 25_000, "test": 25_000}),
+}  # fmt: skip
+_WORDS = 1000
+
+
+def _rows(named: Mapping[str, Path | None], original: Callable[..., Any], note: NoteTaker) -> Callable[..., Any]:
+    def load(path: str, name: Any = None, *args: Any, split: Any = None, **kwargs: Any) -> Any:
+        if path not in named:
+            return original(path, name, *args, split=split, **kwargs)
+        file = named[path]
+        if file is not None:
+            kind = {".jsonl": "json", ".txt": "text"}.get(file.suffix, file.suffix[1:])
+            made = original(kind, data_files=str(file), split="train")
+            parts = {"train": made, "validation": made, "test": made}
+            note(f"{path}: {len(made):,} rows of {file.name}, for each of its splits, as --fake-data asks")
+        else:
+            columns, sizes = _COLUMNS[path]
+            parts = {part: _made(columns, min(count, MOST_ROWS)) for part, count in sizes.items()}
+            note(
+                f"{path}: columns as published ({', '.join(columns)}), random words, at most {MOST_ROWS:,} rows, "
+                "as --fake-data asks"
+            )
+        if split is not None:
+            part = parts[str(split).partition("[")[0]]
+            return part.to_iterable_dataset() if kwargs.get("streaming") else part
+        return importlib.import_module("datasets").DatasetDict(parts)
+
+    return load
+
+
+def _made(columns: Mapping[str, Any], count: int) -> Any:
+    package = importlib.import_module("datasets")
+    drawn = random.Random(0)
+    rows: dict[str, list[Any]] = {}
+    features = {}
+    for name, kind in columns.items():
+        if isinstance(kind, tuple):
+            rows[name] = [number % len(kind) for number in range(count)]
+            features[name] = package.ClassLabel(names=list(kind))
+        elif kind is int:
+            rows[name], features[name] = list(range(count)), package.Value("int32")
+        else:
+            lengths = [drawn.randint(kind // 2, kind + kind // 2) for _ in range(count)]
+            rows[name] = [" ".join(f"w{drawn.randrange(_WORDS)}" for _ in range(length)) for length in lengths]
+            features[name] = package.Value("string")
+    return package.Dataset.from_dict(rows, features=package.Features(features))
+
+
+class _Metric:
+    """What `evaluate.load` would download: it counts nothing."""
+
+    def add_batch(self, **_: Any) -> None:
+        """Of a batch there are no values."""
+
+    add = add_batch
+
+    def compute(self, **_: Any) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+
+# -- models of the hub ------------------------------------------------------------------------------------------
+
+_REVISION = "0" * 40
+_SPECIAL = ("<unk>", "<s>", "</s>", "<pad>", "[CLS]", "[SEP]", "[MASK]")
+_TYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
+_hubs: dict[int, tuple[Fakes, Path]] = {}
+
+
+def _hub(fakes: Fakes, note: NoteTaker) -> Path:
+    """A cache of the hub with the models, and with what the user's own has; the same for all runs of a capture."""
+    for name in fakes.weights:
+        note(f"{name}: weights without values, of the shapes of its configuration, as --fake-weights asks")
+    if id(fakes) in _hubs:
+        return _hubs[id(fakes)][1]
+    folder = Path(tempfile.mkdtemp(prefix="echograph-hub-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    own = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    for there in own.iterdir() if own.is_dir() else ():
+        (folder / there.name).symlink_to(there)
+    for name, config in fakes.weights.items():
+        at = folder / f"models--{name.replace('/', '--')}"
+        at.unlink(missing_ok=True)
+        snapshot = at / "snapshots" / _REVISION
+        snapshot.mkdir(parents=True)
+        (at / "refs").mkdir()
+        (at / "refs" / "main").write_text(_REVISION)
+        _model(config, snapshot)
+    _hubs[id(fakes)] = fakes, folder
+    return folder
+
+
+def _model(given: Mapping[str, Any], folder: Path) -> None:
+    """Writes what the hub has of a model: configuration, tokenizer, names and shapes of weights."""
+    library = _package("transformers")
+    kind = getattr(library, given["architectures"][0])
+    config = kind.config_class.from_dict(dict(given))
+    config.save_pretrained(folder)
+    with _disable_current_modes(), torch.device("meta"):
+        held = kind(config).state_dict()
+    header, end = {}, 0
+    for name, tensor in held.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)  # the rest takes no place on the disk
+    _tokenizer(folder, getattr(config, "vocab_size", None) or 32_000, "CausalLM" in kind.__name__)
+
+
+def _tokenizer(folder: Path, vocabulary: int, begins: bool) -> None:
+    """A tokenizer of as many words as the model has, each of which is one token."""
+    tokenizers = _package("tokenizers")
+    names: Sequence[str] = [*_SPECIAL, *(f"w{number}" for number in range(vocabulary - len(_SPECIAL)))]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: number for number, word in enumerate(names)}, unk_token="<unk>")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    single, pair = ("<s> $A", "<s> $A $B:1") if begins else ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=[(word, number) for number, word in enumerate(_SPECIAL)]
+    )
+    made.save(str(folder / "tokenizer.json"))
+    special = {"unk": 0, "bos": 1, "eos": 2, "pad": 3, "cls": 4, "sep": 5, "mask": 6}
+    told: dict[str, Any] = {f"{name}_token": _SPECIAL[number] for name, number in special.items()}
+    told |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1 << 20, "chat_template": _CHAT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+
+
+_CHAT = "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' </s> ' }}{% endfor %}"

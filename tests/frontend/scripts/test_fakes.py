@@ -1,0 +1,117 @@
+"""What a script would download is made of its published shapes where the user names it, and said in a note."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from echograph.errors import CaptureError, InputError, UnknownNameError, UsageError
+from echograph.frontend.scripts.fakes import Fakes
+from echograph.frontend.scripts.run import Script, ScriptRun, run_script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+from echograph.workflow.capture import capture, parse_fakes
+
+LANGUAGE = """import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+words = AutoTokenizer.from_pretrained("some-lab/small-bert")
+model = AutoModelForSequenceClassification.from_pretrained("some-lab/small-bert").cuda()
+from datasets import load_dataset
+rows = load_dataset("nyu-mll/glue", "mrpc", split="train[:50%]")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def together(picked):
+    made = words([row["sentence1"] for row in picked], [row["sentence2"] for row in picked], padding="max_length",
+                 max_length=64, truncation=True, return_tensors="pt")
+    return made | {"labels": torch.tensor([row["label"] for row in picked])}
+
+for batch in DataLoader(rows, batch_size=4, collate_fn=together):
+    model(**{name: part.cuda() for name, part in batch.items()}).loss.backward()
+    optimizer.step()
+"""
+SMALL = {
+    "architectures": ["BertForPreTraining"], "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 64, "vocab_size": 500, "max_position_embeddings": 64,
+}  # fmt: skip
+IMAGES = """import torch
+from torchvision import datasets, transforms
+images = datasets.MNIST("nowhere", train=True, download=True, transform=transforms.ToTensor())
+assert len(images) == 60_000 and images[7][1] == 7
+model = torch.nn.Linear(784, 10).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in torch.utils.data.DataLoader(images, batch_size=8):
+    torch.nn.functional.cross_entropy(model(x.cuda().flatten(1)), y.cuda()).backward()
+    optimizer.step()
+"""
+
+
+def run(folder: Path, text: str, fakes: Fakes) -> ScriptRun:
+    path = folder / "train.py"
+    path.write_text(text)
+    return run_script(Script(path=path, fakes=fakes), World(), TorchAdapter())
+
+
+def test_a_model_and_a_data_set_of_the_hub(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("datasets")
+    fakes = Fakes(data={"nyu-mll/glue": None}, weights={"some-lab/small-bert": SMALL})
+    before = dict(os.environ)
+    found = run(tmp_path, LANGUAGE, fakes).recorder
+    assert found.sample is not None and tuple(found.sample.shape) == (4, 64)
+    parameters = sum(
+        node.meta["val"].numel() for node in found.graph.nodes if node.meta.get("role") == "parameter"
+    )
+    layer = 4 * (32 * 32 + 32) + 2 * 32 * 64 + 32 + 64 + 4 * 32
+    assert parameters == (500 + 64 + 2) * 32 + 2 * 32 + 2 * layer + 32 * 32 + 32 + 2 * 32 + 2
+    told = " ".join(found.notes)
+    assert "some-lab/small-bert: weights without values" in told and "nyu-mll/glue: columns as published" in told
+    assert dict(os.environ) == before
+
+
+def test_rows_of_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one two"}\n' * 6)
+    text = """import torch
+from datasets import load_dataset
+assert load_dataset("mine/own")["train"].num_rows == 6
+model = torch.nn.Linear(2, 2).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for row in load_dataset("mine/own", split="validation"):
+    model(torch.ones(len(row["text"].split()), 2).cuda()).sum().backward()
+    optimizer.step()
+"""
+    found = run(tmp_path, text, Fakes(data={"mine/own": rows}))
+    assert "6 rows of rows.jsonl" in " ".join(found.recorder.notes)
+    with pytest.raises(UnknownNameError, match="unknown data set 'mine/own'"):
+        run(tmp_path, text, Fakes(data={"mine/own": None}))
+
+
+def test_images_of_torchvision(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    found = run(tmp_path, IMAGES, Fakes(data={"MNIST": None})).recorder
+    assert found.sample is not None and tuple(found.sample.shape) == (8, 784)
+    assert "MNIST: 60,000 images of 28 x 28 without content" in " ".join(found.notes)
+
+
+def test_what_is_not_named_says_how_to_name_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    asked = "AutoConfig.from_pretrained('nobody/has-this', local_files_only=True)"
+    text = f"from transformers import AutoConfig\n{asked}\n"
+    with pytest.raises(CaptureError, match="--fake-weights"):
+        run(tmp_path, text, Fakes())
+
+
+def test_words_of_the_options(tmp_path: Path) -> None:
+    assert parse_fakes(["MNIST", "a/b=rows.jsonl"]) == {"MNIST": None, "a/b": "rows.jsonl"}
+    script = tmp_path / "train.py"
+    script.write_text("")
+    with pytest.raises(InputError, match=r"--fake-data x=gone\.jsonl: no such file"):
+        capture(script, fake_data={"x": "gone.jsonl"})
+    with pytest.raises(UnknownNameError):
+        capture(script, fake_weights={"nobody/has-this": None})
+    with pytest.raises(UsageError, match="vgg"):
+        capture(script, fake_weights={"x": "vgg-19"})

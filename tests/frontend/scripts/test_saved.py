@@ -1,0 +1,45 @@
+"""Of weights that others wrote, shapes and types are read, by whichever function asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echograph.frontend.scripts.run import Script, run_script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+
+LOADED = """import inspect, torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+assert list(inspect.signature(DataLoader.__init__).parameters)[1:3] == ["dataset", "batch_size"]
+with safe_open("w.safetensors", framework="pt", device="cuda:0") as file:
+    assert sorted(file.keys()) == ["bias", "weight"] and file.metadata() == {"format": "pt"}
+    assert file.get_slice("weight").get_shape() == [4, 8] and file.get_slice("weight").get_dtype() == "BF16"
+    assert file.get_slice("weight")[:2].shape == (2, 8)
+    held = {name: file.get_tensor(name) for name in file.keys()}
+assert held["weight"].is_cuda and load_file("w.safetensors")["bias"].dtype == torch.float32
+model = torch.nn.Linear(8, 4).bfloat16().cuda()
+model.load_state_dict(held)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.ones(4, 8, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_headers_of_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    import torch
+    from safetensors.torch import save_file
+
+    monkeypatch.chdir(tmp_path)
+    tensors = {"weight": torch.ones(4, 8, dtype=torch.bfloat16), "bias": torch.ones(4)}
+    save_file(tensors, "w.safetensors", metadata={"format": "pt"})
+    original = safetensors.safe_open
+    path = tmp_path / "train.py"
+    path.write_text(LOADED)
+    assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded
+    assert safetensors.safe_open is original

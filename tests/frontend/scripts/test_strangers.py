@@ -1,0 +1,110 @@
+"""Scripts of others, unedited, without ranks and on four real ones: what they communicate is the same, in order.
+
+ECHOGRAPH_STRANGERS names a folder of clones at the commits of `benchmarks/strangers.toml`; nothing is ours.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from script_ranks import calls_of, repeats, traced
+
+from echograph.frontend.scripts.run import Script, run_script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+
+CLONES = os.environ.get("ECHOGRAPH_STRANGERS", "")
+RANK = Path(__file__).with_name("host_rank.py")
+RANKS = 4
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not CLONES, reason="needs clones of the scripts, in a folder that ECHOGRAPH_STRANGERS names"
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stranger:
+    """A script: the folder of its clone that it runs in, its file or module, its arguments."""
+
+    folder: str
+    script: str = ""
+    module: str = ""
+    arguments: tuple[str, ...] = ()
+    step: int = 2
+    times: int = 2
+
+
+STRANGERS = {
+    "pytorch/examples ddp tutorial": Stranger(
+        folder="examples/distributed/ddp-tutorial-series", script="multigpu_torchrun.py", arguments=("2", "9")
+    ),
+    "pytorch/examples minGPT-ddp": Stranger(
+        folder="examples/distributed/minGPT-ddp/mingpt",
+        script="main.py",
+        arguments=(
+            "data_config.path=data/input.txt", "data_config.truncate=0.01", "data_config.block_size=16",
+            "trainer_config.batch_size=8", "trainer_config.max_epochs=1", "trainer_config.data_loader_workers=0",
+            "gpt_config.n_layer=2", "gpt_config.n_embd=32", "gpt_config.n_head=2",
+        ),
+    ),
+    "pytorch/examples FSDP2": Stranger(folder="examples/distributed/FSDP2", script="example.py"),
+    "pytorch/examples sequence_parallel": Stranger(
+        folder="examples/distributed/tensor_parallelism", script="sequence_parallel_example.py"
+    ),
+    "nanoGPT": Stranger(
+        folder="nanoGPT",
+        script="train.py",
+        arguments=(
+            "--dataset=small", "--compile=False", "--eval_iters=1", "--max_iters=5", "--eval_interval=100",
+            "--gradient_accumulation_steps=4", "--batch_size=2", "--block_size=32", "--n_layer=2", "--n_head=2",
+            "--n_embd=32", "--dtype=float32",
+        ),
+    ),
+    "torchtitan debug model, FSDP": Stranger(
+        folder="torchtitan",
+        module="torchtitan.train",
+        arguments=(
+            "--job.config_file", "torchtitan/models/llama3/train_configs/debug_model.toml",
+            "--training.mixed_precision_param", "float32", "--training.seq_len", "64",
+            "--training.local_batch_size", "1", "--training.steps", "4", "--profiling.no-enable_profiling",
+            "--metrics.no-enable_tensorboard", "--checkpoint.no-enable",
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_what_is_captured_is_what_four_ranks_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    stranger = STRANGERS[name]
+    clone = Path(CLONES) / stranger.folder
+    if not clone.is_dir():
+        pytest.skip(f"no clone in {clone}")
+    folder = shutil.copytree(clone, tmp_path / "clone", ignore=shutil.ignore_patterns(".git", "checkpoints"))
+    monkeypatch.chdir(folder)
+    if name == "nanoGPT":
+        data = folder / "data" / "small"
+        data.mkdir(exist_ok=True)
+        for part in ("train.bin", "val.bin"):  # tokens of 16 bits
+            (data / part).write_bytes(bytes(2 * 4096))
+    told = {"arguments": stranger.arguments, "step": stranger.step}
+    script = (
+        Script.of_module(stranger.module, **told)
+        if stranger.module
+        else Script(path=folder / stranger.script, **told)
+    )
+    what = ["-m", stranger.module] if stranger.module else [str(folder / stranger.script)]
+    real = traced(RANK, RANKS, tmp_path, *what, *stranger.arguments, at=folder)
+    for rank in (0, RANKS - 1):
+        run = run_script(script, World(rank=rank, size=RANKS, local_size=RANKS), TorchAdapter())
+        step = calls_of(run)
+        assert step
+        assert repeats(step, real[rank], stranger.times), (rank, step[:3], real[rank][-3:])
