@@ -277,6 +277,9 @@ def wait_for_work() -> None:
     """What a node stands for at which the host waits until work has ended that was issued: `AFTER`, None: all."""
 
 
+_OF_HOOK = "of_hook"
+"""Of call nodes: ran in a hook of a parameter's gradient."""
+
 COMPILED_CALL = "compiled_call"
 """Of call nodes in a call of something compiled: its number."""
 
@@ -402,14 +405,16 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         )
         if made is not None and self.counter.region:
             made.meta[COMPILED_CALL] = self.counter.region
+        if made is not None and type(node).__name__ == "AccumulateGrad":
+            made.meta[_OF_HOOK] = True
         if made is not None and works:
             made.meta[WORK], self._before = self._before, HostWork()
         return out
 
     def add_call(self, *args: Any) -> Node:
-        """Appends a call node, and remembers the first that is work."""
+        """Appends a call node, and remembers the first that computes, behind views that it reads or writes by."""
         node = super().add_call(*args)
-        if self._made is None or is_allocation(self._made):
+        if self._made is None or is_allocation(self._made) or is_view(self._made):
             self._made = node
         return node
 
@@ -429,8 +434,10 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             work: HostWork = node.meta[WORK]
             passed_on, left = left, HostWork()
             outside = HostWork(instructions=work.instructions, modules=work.modules) + passed_on
-            region = node.meta.get(COMPILED_CALL) or regions.get(node.meta.get(FORWARD_NODE, ""))
-            own = self._stand_in_of(node)
+            # A hook of a parameter is no part of the call that made its gradient.
+            hook = _OF_HOOK in node.meta
+            region = node.meta.get(COMPILED_CALL) or (not hook and regions.get(node.meta.get(FORWARD_NODE, "")))
+            own = "" if hook else self._stand_in_of(node)
             if region:
                 call = (region, node.meta[PHASE])
                 if call in begun:
@@ -448,7 +455,7 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
                 inside = place
             else:
                 node.meta[WORK] = work + passed_on
-            if not own:
+            if not own and not hook:
                 inside = ()
 
     def _stand_in_of(self, node: Node) -> str:

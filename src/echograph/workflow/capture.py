@@ -133,7 +133,7 @@ def capture_script_file(
         raise UsageError("give a script by --script, or a module by --module: one of them")
     asked: dict[str, Any] = {
         "arguments": adapter.arguments(tuple(arguments), config), "step": step or adapter.steady_step,
-        "whole": whole, "host": _units() if measure_host else None, "strict": strict,
+        "whole": whole, "host": _units(adapter.host) if measure_host else None, "strict": strict,
     }  # fmt: skip
     run = Script(path=script, **asked) if script is not None else Script.of_module(module, **asked)
     world = World(size=world_size, local_size=local_size, gpus=gpus, decided=dict(decided))
@@ -141,10 +141,10 @@ def capture_script_file(
         return running.result(say)
 
 
-def _units() -> HostUnits:
+def _units(framework: str) -> HostUnits:
     from echograph.profiler.costs.host import load_units
 
-    return load_units()
+    return load_units(framework)
 
 
 def parse_decision(text: str) -> tuple[str, bool]:
