@@ -77,6 +77,8 @@ class HostWork:
         functions: of those, the ones that are written in Python, which calls from C++ and back begin and end.
         compiled: calls of what a framework has compiled; what is in them is not counted.
         compiled_backward: their backward passes.
+        batches: that worker processes of a loader hand over.
+        handed_over: tensors of these batches, whose memory is opened here.
         stood_in: calls of layers that stand in for others, as "Linear.forward"; what is in them is not counted.
     """
 
@@ -88,6 +90,8 @@ class HostWork:
     functions: int = 0
     compiled: int = 0
     compiled_backward: int = 0
+    batches: int = 0
+    handed_over: int = 0
     stood_in: tuple[str, ...] = ()
 
     def __add__(self, other: HostWork) -> HostWork:
@@ -315,6 +319,11 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             meta = self._phase_and_module(node) | self.of_micro_batch()
             self.add_call(wait_for_value, (node,), {}, None, meta)
 
+    def handed_over(self, tensors: int) -> None:
+        """Worker processes of a loader have handed over a batch: a thread takes it, with the interpreter's lock."""
+        if self._recording and not self._paused:
+            self._before += HostWork(batches=1, handed_over=tensors)
+
     def waits(self, work: frozenset[Any] | None) -> None:
         """The script waits on the host until work has ended.
 
@@ -433,7 +442,10 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
                 continue
             work: HostWork = node.meta[WORK]
             passed_on, left = left, HostWork()
-            outside = HostWork(instructions=work.instructions, modules=work.modules) + passed_on
+            outside = passed_on + HostWork(
+                instructions=work.instructions, modules=work.modules, batches=work.batches,
+                handed_over=work.handed_over,
+            )  # fmt: skip
             # A hook of a parameter is no part of the call that made its gradient.
             hook = _OF_HOOK in node.meta
             region = node.meta.get(COMPILED_CALL) or (not hook and regions.get(node.meta.get(FORWARD_NODE, "")))

@@ -56,6 +56,14 @@ class CountedWork(Protocol):
         """Their backward passes."""
 
     @property
+    def batches(self) -> int:
+        """That worker processes of a loader hand over."""
+
+    @property
+    def handed_over(self) -> int:
+        """Tensors of these."""
+
+    @property
     def stood_in(self) -> tuple[str, ...]:
         """Calls of layers that stand in for others, as "Linear.forward"."""
 
@@ -128,6 +136,8 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         function_s: such a node that is written in Python, with its forward pass, beyond these.
         compiled_s: a call of something compiled (`torch.compile`) between others of a step: guards, wrappers.
         compiled_backward_s: its backward pass.
+        batch_s: taking a batch from a worker process of a loader, without its tensors.
+        handed_over_s: a tensor of it.
         in_place: how many times as long units take between others of a step, where caches hold all of it, by the
             framework whose layers were measured so.
         in_training: how many times as long operators take in traces of training jobs as ratings say.
@@ -146,6 +156,8 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     function_s: _Seconds
     compiled_s: _Seconds
     compiled_backward_s: _Seconds
+    batch_s: _Seconds
+    handed_over_s: _Seconds
     in_place: dict[str, Annotated[float, msgspec.Meta(ge=1)]]
     in_training: Annotated[float, msgspec.Meta(ge=1)]
     alone_s: _Seconds
@@ -168,6 +180,7 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         known = calls_of_modules(self.processor)
         whole = sum(known[name] for name in work.stood_in)
         whole += work.compiled * self.compiled_s + work.compiled_backward * self.compiled_backward_s
+        whole += work.batches * self.batch_s + work.handed_over * self.handed_over_s
         return whole + self.times_in_place * (
             work.instructions * self.instruction_s
             + work.modules * self.module_s
