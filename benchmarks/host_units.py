@@ -32,6 +32,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -191,7 +192,7 @@ def _taken(tensors: int, rounds: int) -> float:
     for _ in DataLoader(_Samples(tensors, rounds + 8), num_workers=1):
         found.append(time.thread_time())
         time.sleep(0.01)  # until the next one waits
-    return min(b - a for a, b in zip(found[4:], found[5:], strict=False))
+    return min(b - a for a, b in pairwise(found[4:]))
 
 
 def measure(rounds: int) -> dict[str, float]:

@@ -320,7 +320,7 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             self.add_call(wait_for_value, (node,), {}, None, meta)
 
     def handed_over(self, tensors: int) -> None:
-        """Worker processes of a loader have handed over a batch: a thread takes it, with the interpreter's lock."""
+        """Worker processes of a loader have handed over a batch: a thread takes it, and has the lock meanwhile."""
         if self._recording and not self._paused:
             self._before += HostWork(batches=1, handed_over=tensors)
 

@@ -175,7 +175,9 @@ class TorchAdapter(Adapter):
             enter(patched(torch, "compile", lambda _: compiling(recorder, self.compiles)))
             enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))
             enter(patched(DataLoader, "__init__", _in_this_process))
-            enter(patched(dataloader._BaseDataLoaderIter, "__init__", lambda f: _of(_quietly(recorder, _really(f)))))
+            enter(
+                patched(dataloader._BaseDataLoaderIter, "__init__", lambda f: _of(_quietly(recorder, _really(f))))
+            )
             enter(patched(dataloader._BaseDataLoaderIter, "__next__", lambda f: _loading(recorder, f)))
             enter(patched(dataloader._BaseDataLoaderIter, "_next_index", _really))
             enter(patched(device_mesh.DeviceMesh, "__init__", lambda f: self._mesh(world, f)))

@@ -126,8 +126,13 @@ def test_the_page_has_what_counts_and_what_does_not(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the [report] extra")
     wrong = "mixtral/mixtral_8x7b_tp1_release@lts_dgx_a100"
     records = [
-        {"name": "gpt/a", "gpus": 8, "error": "", "rows": [row("gpt/a@x"), row("gpt/a@y", hidden=4096)],
-         "captured_by": "abc"},
+        {
+            "name": "gpt/a",
+            "gpus": 8,
+            "error": "",
+            "rows": [row("gpt/a@x"), row("gpt/a@y", hidden=4096)],
+            "captured_by": "abc",
+        },
         {"name": "mixtral/m", "gpus": 8, "error": "", "rows": [row(wrong, "A100", predicted_s=9.0)]},
         {"name": "gpt/b", "gpus": 8, "error": "echoc: --this|that: leave it out", "rows": []},
     ]
