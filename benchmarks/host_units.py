@@ -12,6 +12,8 @@ Each unit is timed on its own, on real tensors so small that arithmetic takes ne
     node          what a backward pass takes for a node beyond the node's operators
     function      a node that is written in Python, forward and backward, beyond its instructions and operators
     alone         what an operator takes more when it is called by itself, as `echoprof ops` does
+    batch         taking a batch from a worker process of a loader, on one thread, beside its tensors
+    handed_over   a tensor of it, whose memory is opened here
 
 Of all rounds the least counts: nobody disturbed it.
 """
@@ -30,10 +32,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 Run = Callable[[], Any]
 
@@ -171,6 +175,26 @@ def _backward(step: Callable[[Tensor], Tensor], start: Tensor, rounds: int) -> f
     return (of(200) - of(50)) / 150
 
 
+class _Samples(Dataset[dict[str, Tensor]]):
+    def __init__(self, tensors: int, count: int) -> None:
+        self.tensors, self.count = tensors, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, _: int) -> dict[str, Tensor]:
+        return {str(name): torch.zeros(8) for name in range(self.tensors)}
+
+
+def _taken(tensors: int, rounds: int) -> float:
+    """Seconds of this thread for a batch that a worker process has made."""
+    found = []
+    for _ in DataLoader(_Samples(tensors, rounds + 8), num_workers=1):
+        found.append(time.thread_time())
+        time.sleep(0.01)  # until the next one waits
+    return min(b - a for a, b in pairwise(found[4:]))
+
+
 def measure(rounds: int) -> dict[str, float]:
     """Seconds of each unit."""
     loop = least(lambda: None, rounds)
@@ -215,6 +239,9 @@ def measure(rounds: int) -> dict[str, float]:
         2 * calls[0] + found["node_s"] + found["instruction_s"] * (instructions(lambda: _Doubled.apply(plain)) + 4)
     )
     found["function_s"] = max(0.0, apply - own)
+    one, many = (_taken(tensors, rounds) for tensors in (1, 9))
+    found["handed_over_s"] = (many - one) / 8
+    found["batch_s"] = one - found["handed_over_s"]
     found["alone_s"] = statistics.mean(b - a for a, b in zip(calls, alone, strict=True))
     return found
 

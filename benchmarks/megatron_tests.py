@@ -31,6 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class Test:
 
 
 def tests_of(table: Path, folder: Path) -> list[Test]:
-    """The training tests of a table with a number of GPUs, those with the same arguments together."""
+    """The training tests of a table with a number of GPUs and arguments, those with the same ones together."""
     found: dict[str, list[Mapping[str, str]]] = {}
     sets: dict[str, Any] = {}
     with table.open(newline="") as lines:
@@ -108,6 +109,8 @@ def tests_of(table: Path, folder: Path) -> list[Test]:
             if row["kind"] != "training" or not row["gpus"]:
                 continue
             written = _written(folder, row)
+            if not written:
+                continue  # a test that is there no longer, of which nobody says how it ran
             environment = {k: str(v) for k, v in json.loads(row["env"]).items() if _CHOOSES.match(k)}
             made = (row["script"], tuple(_arguments(written)), environment, int(row["gpus"]))
             key = json.dumps(made)
@@ -206,7 +209,7 @@ def run_test(
     before = _told(file)
     if anew or before.get("error", "none") or not job.is_file():
         before = _captured(test, folder, job, limit_s, given)
-    record |= {key: before[key] for key in _OF_CAPTURE} | {"rows": []}
+    record |= {key: before.get(key, "") for key in _OF_CAPTURE} | {"rows": [], "simulated_by": code()}
     if not record["error"] and not captures_only:
         try:
             record["rows"] = _simulated(test, job)
@@ -218,7 +221,14 @@ def run_test(
     return record
 
 
-_OF_CAPTURE = ("error", "notes", "capture_cpu_s", "capture_wall_s")
+_OF_CAPTURE = ("error", "notes", "capture_cpu_s", "capture_wall_s", "captured_by")
+
+
+@cache
+def code() -> str:
+    """The commit of the code that runs, with "-dirty" where it is changed; "" outside of a repository."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _told(file: Path) -> Record:
@@ -257,7 +267,7 @@ def _captured(test: Test, folder: Path, job: Path, limit_s: float, given: Sequen
     notes = json.loads(out).get("notes", []) if not error and out.startswith("{") else []
     return {
         "error": error, "notes": notes, "capture_cpu_s": _child_seconds() - before,
-        "capture_wall_s": time.perf_counter() - began,
+        "capture_wall_s": time.perf_counter() - began, "captured_by": code(),
     }  # fmt: skip
 
 

@@ -106,6 +106,7 @@ class MegatronAdapter(TorchAdapter):
 
     name: ClassVar[str] = "megatron"
     stack: ClassVar[str] = "megatron-core"
+    host: ClassVar[str] = "megatron-core"
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "megatron": "megatron"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {DISTRIBUTION: TESTED}
     counts_optimizer_steps: ClassVar[bool] = False

@@ -35,6 +35,7 @@ from echograph.frontend.megatron.patches import Patch, in_place
 from echograph.frontend.megatron.stub_modules import standing_in
 from echograph.frontend.pytorch.known_values import real
 from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.host_work import WorkCounter
 from echograph.frontend.scripts.streams import CapturedStream
 
 _COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
@@ -472,6 +473,10 @@ class _Sweeping(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not Tensor.__bool__:
             return func(*args, **(kwargs or {}))
+        counter = WorkCounter.current
+        if counter is not None:
+            with counter.aside():
+                counter.reads(args[0])  # the host waits for the error, sweep by sweep
         self._left -= 1
         return self._left > 0
 

@@ -53,6 +53,8 @@ class Adapter:
             an adapter that says no calls `recorder.step_ends()` itself.
         steady_step: the first training step that is as all later ones.
         stack: the software stack of its scripts, a word of `models.stacks`; "": not known.
+        host: the framework whose layers were measured in place (`profiler/devices/host_work.toml`) and which its
+            scripts run; "": none of them.
         compiles: modules whose functions are compiled one by one (`torch.compile`) where they are imported.
     """
 
@@ -62,6 +64,7 @@ class Adapter:
     counts_optimizer_steps: ClassVar[bool] = True
     steady_step: ClassVar[int] = 2
     stack: ClassVar[str] = ""
+    host: ClassVar[str] = ""
     compiles: ClassVar[tuple[str, ...]] = ()
 
     def check(self) -> list[str]:

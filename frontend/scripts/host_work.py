@@ -77,6 +77,8 @@ class HostWork:
         functions: of those, the ones that are written in Python, which calls from C++ and back begin and end.
         compiled: calls of what a framework has compiled; what is in them is not counted.
         compiled_backward: their backward passes.
+        batches: that worker processes of a loader hand over.
+        handed_over: tensors of these batches, whose memory is opened here.
         stood_in: calls of layers that stand in for others, as "Linear.forward"; what is in them is not counted.
     """
 
@@ -88,6 +90,8 @@ class HostWork:
     functions: int = 0
     compiled: int = 0
     compiled_backward: int = 0
+    batches: int = 0
+    handed_over: int = 0
     stood_in: tuple[str, ...] = ()
 
     def __add__(self, other: HostWork) -> HostWork:
@@ -277,6 +281,9 @@ def wait_for_work() -> None:
     """What a node stands for at which the host waits until work has ended that was issued: `AFTER`, None: all."""
 
 
+_OF_HOOK = "of_hook"
+"""Of call nodes: ran in a hook of a parameter's gradient."""
+
 COMPILED_CALL = "compiled_call"
 """Of call nodes in a call of something compiled: its number."""
 
@@ -311,6 +318,11 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         if node.op == "call_function":
             meta = self._phase_and_module(node) | self.of_micro_batch()
             self.add_call(wait_for_value, (node,), {}, None, meta)
+
+    def handed_over(self, tensors: int) -> None:
+        """Worker processes of a loader have handed over a batch: a thread takes it, and has the lock meanwhile."""
+        if self._recording and not self._paused:
+            self._before += HostWork(batches=1, handed_over=tensors)
 
     def waits(self, work: frozenset[Any] | None) -> None:
         """The script waits on the host until work has ended.
@@ -402,14 +414,16 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         )
         if made is not None and self.counter.region:
             made.meta[COMPILED_CALL] = self.counter.region
+        if made is not None and type(node).__name__ == "AccumulateGrad":
+            made.meta[_OF_HOOK] = True
         if made is not None and works:
             made.meta[WORK], self._before = self._before, HostWork()
         return out
 
     def add_call(self, *args: Any) -> Node:
-        """Appends a call node, and remembers the first that is work."""
+        """Appends a call node, and remembers the first that computes, behind views that it reads or writes by."""
         node = super().add_call(*args)
-        if self._made is None or is_allocation(self._made):
+        if self._made is None or is_allocation(self._made) or is_view(self._made):
             self._made = node
         return node
 
@@ -428,9 +442,14 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
                 continue
             work: HostWork = node.meta[WORK]
             passed_on, left = left, HostWork()
-            outside = HostWork(instructions=work.instructions, modules=work.modules) + passed_on
-            region = node.meta.get(COMPILED_CALL) or regions.get(node.meta.get(FORWARD_NODE, ""))
-            own = self._stand_in_of(node)
+            outside = passed_on + HostWork(
+                instructions=work.instructions, modules=work.modules, batches=work.batches,
+                handed_over=work.handed_over,
+            )  # fmt: skip
+            # A hook of a parameter is no part of the call that made its gradient.
+            hook = _OF_HOOK in node.meta
+            region = node.meta.get(COMPILED_CALL) or (not hook and regions.get(node.meta.get(FORWARD_NODE, "")))
+            own = "" if hook else self._stand_in_of(node)
             if region:
                 call = (region, node.meta[PHASE])
                 if call in begun:
@@ -448,7 +467,7 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
                 inside = place
             else:
                 node.meta[WORK] = work + passed_on
-            if not own:
+            if not own and not hook:
                 inside = ()
 
     def _stand_in_of(self, node: Node) -> str:

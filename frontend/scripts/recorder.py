@@ -309,6 +309,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
     # -- what adapters say -----------------------------------------------------------------------------------
 
+    def handed_over(self, tensors: int) -> None:
+        """Worker processes of a loader have handed over a batch of so many tensors."""
+
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
         """What runs is of a phase: "forward", "backward", "recompute", "optimizer"."""

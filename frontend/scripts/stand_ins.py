@@ -106,6 +106,16 @@ class _Kernel:
     run = __call__
 
 
+class _Config:
+    """`triton.Config`: scripts read back what they gave, to choose among several."""
+
+    def __init__(
+        self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 3, num_ctas: int = 1, **others: Any
+    ) -> None:
+        self.kwargs, self.num_warps, self.num_stages, self.num_ctas = kwargs, num_warps, num_stages, num_ctas
+        vars(self).update(others)
+
+
 class _Name(type):
     """Whatever else of a package a module names where it is imported: classes, constants, decorators."""
 
@@ -144,6 +154,7 @@ def _triton(note: NoteTaker) -> list[ModuleType]:
     language = _module("triton.language", __getattr__=named, constexpr=_Name("constexpr", (), {}))
     whole = _module(
         "triton", jit=jit, autotune=configured, heuristics=configured, language=language, __version__="3.5.0",
+        Config=_Config,
         cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length(), __getattr__=named,
     )  # fmt: skip
     return [whole, language]

@@ -177,7 +177,9 @@ class TorchAdapter(Adapter):
             enter(patched(torch, "compile", lambda _: compiling(recorder, self.compiles)))
             enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))
             enter(patched(DataLoader, "__init__", _in_this_process))
-            enter(patched(dataloader._BaseDataLoaderIter, "__init__", lambda f: _quietly(recorder, _really(f))))
+            enter(
+                patched(dataloader._BaseDataLoaderIter, "__init__", lambda f: _of(_quietly(recorder, _really(f))))
+            )
             enter(patched(dataloader._BaseDataLoaderIter, "__next__", lambda f: _loading(recorder, f)))
             enter(patched(dataloader._BaseDataLoaderIter, "_next_index", _really))
             enter(patched(device_mesh.DeviceMesh, "__init__", lambda f: self._mesh(world, f)))
@@ -304,10 +306,22 @@ def _spawn(world: World) -> Callable[..., None]:
 
 def _in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(loader: Any, *args: Any, **kwargs: Any) -> None:
-        args = args[:5]  # dataset, batch size, shuffle, sampler, batch sampler; then comes the number of workers
+        # Dataset, batch size, shuffle, sampler, batch sampler; then comes the number of workers.
+        loader.has_workers = bool(args[5] if len(args) > 5 else kwargs.get("num_workers"))
+        args = args[:5]
         for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "timeout"):
             kwargs.pop(name, None)
         original(loader, *args, **kwargs)
+
+    return init
+
+
+def _of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An iterator of a loader knows whether the loader was to have worker processes."""
+
+    def init(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        original(iterator, loader, *args, **kwargs)
+        iterator.has_workers = loader.has_workers
 
     return init
 
@@ -329,6 +343,8 @@ def _loading(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable
         with recorder.pausing(), _disable_current_modes():
             batch = function(*args, **kwargs)
         tensors = [part for part in tree_leaves(batch) if isinstance(part, Tensor) and part.dim()]
+        if args[0].has_workers:
+            recorder.handed_over(len(tensors))
         if tensors:
             recorder.loaded = frozenset(int(tensor.shape[0]) for tensor in tensors), line_of_script()
         return tree_map(partial(given, recorder.fake), batch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Annotated, Literal, Protocol, TypeVar
 
 import msgspec
@@ -53,6 +54,14 @@ class CountedWork(Protocol):
     @property
     def compiled_backward(self) -> int:
         """Their backward passes."""
+
+    @property
+    def batches(self) -> int:
+        """That worker processes of a loader hand over."""
+
+    @property
+    def handed_over(self) -> int:
+        """Tensors of these."""
 
     @property
     def stood_in(self) -> tuple[str, ...]:
@@ -127,11 +136,15 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         function_s: such a node that is written in Python, with its forward pass, beyond these.
         compiled_s: a call of something compiled (`torch.compile`) between others of a step: guards, wrappers.
         compiled_backward_s: its backward pass.
-        in_place: how many times as long units take between others of a step, where caches hold all of it.
+        batch_s: taking a batch from a worker process of a loader, without its tensors.
+        handed_over_s: a tensor of it.
+        in_place: how many times as long units take between others of a step, where caches hold all of it, by the
+            framework whose layers were measured so.
         in_training: how many times as long operators take in traces of training jobs as ratings say.
         alone_s: what an operator takes more where it is called by itself, as a profile of a CPU has it.
         processor: on which it was measured.
         basis: how.
+        framework: whose code it is that runs; "": anyone's.
     """
 
     instruction_s: _Seconds
@@ -143,11 +156,19 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     function_s: _Seconds
     compiled_s: _Seconds
     compiled_backward_s: _Seconds
-    in_place: Annotated[float, msgspec.Meta(ge=1)]
+    batch_s: _Seconds
+    handed_over_s: _Seconds
+    in_place: dict[str, Annotated[float, msgspec.Meta(ge=1)]]
     in_training: Annotated[float, msgspec.Meta(ge=1)]
     alone_s: _Seconds
     processor: str
     basis: str
+    framework: str = ""
+
+    @property
+    def times_in_place(self) -> float:
+        """`in_place` of the framework; of one that was not measured, the geometric mean."""
+        return self.in_place.get(self.framework) or geometric_mean(self.in_place.values())
 
     @property
     def name(self) -> str:
@@ -159,7 +180,8 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         known = calls_of_modules(self.processor)
         whole = sum(known[name] for name in work.stood_in)
         whole += work.compiled * self.compiled_s + work.compiled_backward * self.compiled_backward_s
-        return whole + self.in_place * (
+        whole += work.batches * self.batch_s + work.handed_over * self.handed_over_s
+        return whole + self.times_in_place * (
             work.instructions * self.instruction_s
             + work.modules * self.module_s
             + work.light * self.view_s
@@ -209,9 +231,13 @@ def calls_of_modules(processor: str) -> dict[str, float]:
     return found
 
 
-def load_units() -> HostUnits:
-    """What units of work take on the processor where they were measured."""
-    return _read("host_work.toml", HostUnits)
+def load_units(framework: str = "") -> HostUnits:
+    """What units of work take on the processor where they were measured.
+
+    Args:
+        framework: whose code does the work; "": anyone's.
+    """
+    return msgspec.structs.replace(_read("host_work.toml", HostUnits), framework=framework)
 
 
 def slower(than: str, processor: str) -> float:

@@ -44,7 +44,7 @@ def written(path: Path, *lines: dict[str, str]) -> Path:
 def test_tests_of_the_same_arguments_are_one_set(tmp_path: Path) -> None:
     table = written(
         tmp_path / "table.csv", line("gpt/a"), line("gpt/b", "dev_dgx_a100"), line("gpt/c", gpus="4"),
-        line("gpt/d", gpus=""), line("gpt/e", kind="grpo"),
+        line("gpt/d", gpus=""), line("gpt/e", kind="grpo"), line("gpt/f", args="{}"),
     )  # fmt: skip
     found = megatron_tests.tests_of(table, tmp_path)
     assert [(test.names, test.gpus) for test in found] == [(("gpt/a", "gpt/b"), 8), (("gpt/c",), 4)]
@@ -75,7 +75,7 @@ def test_what_is_there_is_not_captured_again(tmp_path: Path, monkeypatch: pytest
         del folder, limit_s, given
         captured.append(test.name)
         job.write_bytes(b"a graph")
-        return {"error": "", "notes": ["said"], "capture_cpu_s": 1.0, "capture_wall_s": 2.0}
+        return {"error": "", "notes": ["said"], "capture_cpu_s": 1.0, "capture_wall_s": 2.0, "captured_by": "abc"}
 
     monkeypatch.setattr(megatron_tests, "_captured", capture)
     monkeypatch.setattr(megatron_tests, "_simulated", lambda *_: [{"id": len(captured)}])
@@ -83,6 +83,7 @@ def test_what_is_there_is_not_captured_again(tmp_path: Path, monkeypatch: pytest
     for anew, times in ((False, 1), (False, 1), (True, 2)):
         record = megatron_tests.run_test(test, tmp_path, tmp_path, 1.0, False, anew)
         assert len(captured) == times and record["notes"] == ["said"] and record["rows"] == [{"id": times}]
+        assert record["captured_by"] == "abc" and record["simulated_by"] == megatron_tests.code()
         assert json.loads((tmp_path / f"{test.key}.json").read_text()) == json.loads(json.dumps(record))
 
 
@@ -125,12 +126,21 @@ def test_the_page_has_what_counts_and_what_does_not(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the [report] extra")
     wrong = "mixtral/mixtral_8x7b_tp1_release@lts_dgx_a100"
     records = [
-        {"name": "gpt/a", "gpus": 8, "error": "", "rows": [row("gpt/a@x"), row("gpt/a@y", hidden=4096)]},
+        {
+            "name": "gpt/a",
+            "gpus": 8,
+            "error": "",
+            "rows": [row("gpt/a@x"), row("gpt/a@y", hidden=4096)],
+            "captured_by": "abc",
+        },
         {"name": "mixtral/m", "gpus": 8, "error": "", "rows": [row(wrong, "A100", predicted_s=9.0)]},
         {"name": "gpt/b", "gpus": 8, "error": "echoc: --this|that: leave it out", "rows": []},
     ]
     part = megatron_page.page_part(records, tmp_path / "page")
-    assert part.startswith("2 of 3 sets of arguments are captured (67 %), 2 measurements are compared.")
+    assert part.startswith(
+        "2 of 3 sets of arguments are captured (67 %), 2 measurements are compared, captured by abc and code that "
+        "nobody noted, simulated by code that nobody noted."
+    )
     assert "| H100 | 2 | 2 | 10.0 % | +10.0 % | 1.00 | 20.0 % | -20.0 % | -20.0 % | 2.0 % | +2.0 % |" in part
     assert "| H100, hidden size 2,048 and more | 1 | 1 |" in part and "| A100 |" not in part
     assert "| gpt/b | --this\\|that: leave it out |" in part
@@ -146,6 +156,15 @@ def test_times_of_runs_that_were_not_steady_are_not_judged() -> None:
     assert both.startswith("| H100 | 2 | 1 | 10.0 % | +10.0 % | 1.00 | 20.0 % |")
     assert without.startswith("| A100 | 1 | 0 |  |  |  | 20.0 % |")
     assert megatron_page.with_all(rows) == "of all runs the mean error is H100 110.0 %, A100 10.0 %"
+
+
+def test_the_fastest_steady_run_of_a_set_stands_for_it() -> None:
+    runs = [row("gpt/a@x", measured_s=2.0), row("gpt/a@y"), row("gpt/a@z", measured_s=0.1, spread=2.0)]
+    records = [{"rows": runs}, {"rows": [row("gpt/b@x", predicted_s=0.7)]}, {"rows": []}]
+    assert megatron_page.of_fastest(records) == (
+        "Against the fastest run of each set alone: H100 20.0 %, bias -10.0 % (2 sets)."
+    )
+    assert megatron_page.of_fastest([]) == ""
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def capture_script_file(
         raise UsageError("give a script by --script, or a module by --module: one of them")
     asked: dict[str, Any] = {
         "arguments": adapter.arguments(tuple(arguments), config), "step": step or adapter.steady_step,
-        "whole": whole, "host": _units() if measure_host else None, "strict": strict,
+        "whole": whole, "host": _units(adapter.host) if measure_host else None, "strict": strict,
         "fakes": Fakes(
             data={name: None if file is None else _there(name, file) for name, file in fake_data.items()},
             weights={name: _configuration(name, model) for name, model in fake_weights.items()},
@@ -158,10 +158,10 @@ def capture_script_file(
         return running.result(say)
 
 
-def _units() -> HostUnits:
+def _units(framework: str) -> HostUnits:
     from echograph.profiler.costs.host import load_units
 
-    return load_units()
+    return load_units(framework)
 
 
 def _there(name: str, file: str | Path) -> Path:

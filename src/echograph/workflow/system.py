@@ -220,7 +220,7 @@ class System:
             return None
         units, measured_on = load_units(), told.removesuffix(SCRIPT)
         if self.profile is not None:
-            in_place = to_ps(units.in_place * units.operator_s)
+            in_place = to_ps(units.times_in_place * units.operator_s)
             besides = -to_ps(units.alone_s) if self.host.blocking else in_place
             return replace(self.host, script=told, kernel_ps=besides)
         if not self.cluster.processor:
@@ -229,7 +229,7 @@ class System:
                 "does not say which processor its hosts have: give it, as --set cluster.node.processor=xeon-8480c"
             )
         processor = load_processor(self.cluster.processor)
-        operator_s = slower(units.processor, self.cluster.processor) * units.in_place * units.operator_s
+        operator_s = slower(units.processor, self.cluster.processor) * units.times_in_place * units.operator_s
         return replace(
             self.host,
             script=told,

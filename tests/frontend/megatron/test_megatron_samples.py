@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echograph.frontend.megatron.shims import SentenceSamples, _sinkhorn, _sizes
+from echograph.frontend.scripts.host_work import WorkCounter
 
 pytestmark = pytest.mark.torch
 
@@ -55,3 +56,23 @@ def test_sinkhorn_ends_and_is_said() -> None:
         _sinkhorn(sweep, notes.append)(torch.empty(8, 4))
     assert swept == 3
     assert any("sinkhorn" in note for note in notes)
+
+
+def test_the_host_waits_for_each_sweep() -> None:
+    read: list[torch.Tensor] = []
+
+    def sweep(cost: torch.Tensor) -> torch.Tensor:
+        error: float | torch.Tensor = 1.0
+        while error > 0.0:
+            error = cost.abs().mean()
+        return cost
+
+    counter = WorkCounter(lambda tensor: read.append(tensor) if counter.entered_once else None)
+    WorkCounter.current = counter
+    try:
+        with FakeTensorMode():
+            _sinkhorn(sweep, lambda _: None)(torch.empty(8, 4))
+    finally:
+        WorkCounter.current = None
+    assert len(read) == 3
+    assert not counter.entered_once

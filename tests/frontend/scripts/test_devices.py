@@ -125,6 +125,25 @@ def test_what_scripts_ask_a_gpu_is_answered(tmp_path: Path) -> None:
     assert run(tmp_path, GPU + BEGIN).recorder.recorded
 
 
+CONFIGURED = """import triton
+configs = [triton.Config({"BLOCK": size}, num_warps=4) for size in (64, 32)]
+least = min(configs, key=lambda config: config.kwargs["BLOCK"] * config.num_stages)
+assert least.kwargs == {"BLOCK": 32} and least.num_warps == 4
+
+
+@triton.autotune(configs=configs, key=[])
+@triton.jit
+def kernel():
+    pass
+
+
+"""
+
+
+def test_configurations_of_triton_can_be_read_back(tmp_path: Path) -> None:
+    assert run(tmp_path, CONFIGURED + BEGIN).recorder.recorded
+
+
 def echoc(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "from echograph.cli.echoc import main; main()"
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)

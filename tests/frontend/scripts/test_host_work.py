@@ -234,6 +234,86 @@ def test_what_is_compiled_counts_as_one_call() -> None:
     assert counter.muted == 0
 
 
+HOOKED = """
+import torch
+
+
+def layer(x, weight):
+    return x * weight
+
+
+weight = torch.nn.Parameter(torch.ones(8, device="cuda"))
+totals = torch.zeros(16, device="cuda")
+weight.total = totals[8:]
+
+
+def add(parameter):
+    parameter.total.add_(parameter.grad)
+
+
+weight.register_post_accumulate_grad_hook(add)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    layer(torch.ones(8, device="cuda"), weight).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_work_is_told_of_what_computes_and_not_of_a_view_before_it(tmp_path: Path) -> None:
+    """What a hook adds to is a view of other memory, looked up before: the operator is one, and a kernel."""
+    path = tmp_path / "train.py"
+    path.write_text(HOOKED)
+    job = _job(Script(path=path, host=load_units()))
+    names = [job.strings[name] for name in job.ops.name]
+    added = names.index("aten.add_")
+    assert job.ops.is_view[added - 1]
+    told = job.ops.duration_on(load_units().name)[0]
+    assert told[added - 1] == NONE != told[added]
+    host = System("dgx-h100").host_of_script(job)
+    assert host is not None
+    assert host.issue(job)[added] > host.kernel_ps
+
+
+def test_a_hook_of_a_gradient_is_no_part_of_the_call_that_made_it(tmp_path: Path) -> None:
+    """Which was compiled: the hook is told as anything else."""
+    mark = "from echograph.frontend.scripts.host_work import compiled\n\n\n@compiled\ndef layer"
+    path = tmp_path / "train.py"
+    path.write_text(HOOKED.replace("def layer", mark))
+    graph = _run(Script(path=path, host=load_units())).recorder.graph
+    (hook,) = [n for n in graph.nodes if str(n.target) == "aten.add_.Tensor" and n.meta["phase"] == "backward"]
+    assert hook.meta[WORK].instructions
+    assert not hook.meta[WORK].compiled_backward
+    assert sum(n.meta[WORK].compiled_backward for n in graph.nodes if WORK in n.meta) == 1
+
+
+@pytest.mark.parametrize(("workers", "batches"), [(0, 0), (2, 1)])
+def test_batches_of_worker_processes_count(workers: int, batches: int, tmp_path: Path) -> None:
+    head, body = TRAINING.format(device=".cuda()", on=", device='cuda'", before="pass").split("for _ in range(3):")
+    loader = (
+        "data = torch.utils.data.TensorDataset(torch.ones(6, 8), torch.ones(6))\n"
+        f"loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers={workers})\n"
+        "for x, y in loader:"
+    )
+    path = tmp_path / "train.py"
+    path.write_text(head + loader + body.replace("torch.ones(2, 8, device='cuda')", "x.cuda()"))
+    found = [work for *_, work in _work(_run(Script(path=path, host=load_units())))]
+    assert sum(work.batches for work in found) == batches
+    assert sum(work.handed_over for work in found) == 2 * batches
+
+
+def test_code_of_a_framework_takes_as_long_as_its_layers_in_place() -> None:
+    anyone, known = load_units(), load_units("megatron-core")
+    assert known.times_in_place == known.in_place["megatron-core"] > anyone.times_in_place
+    assert anyone.times_in_place == load_units("no-such-framework").times_in_place
+    ratio = known.seconds(HostWork(instructions=10)) / anyone.seconds(HostWork(instructions=10))
+    assert ratio == pytest.approx(known.times_in_place / anyone.times_in_place)
+    call = HostWork(stood_in=("Linear.forward",), batches=1, handed_over=2)  # measured as a whole
+    assert known.seconds(call) == anyone.seconds(call)
+    named = {adapter.host for adapter in (make() for make in ADAPTERS.values())} - {""}
+    assert named == {"megatron-core"} <= anyone.in_place.keys()
+
+
 def test_prices_add_up() -> None:
     units, several = load_units(), HostWork(instructions=10, modules=1, stood_in=("Linear.forward",))
     one: Callable[..., float] = lambda **work: units.seconds(HostWork(**work))  # noqa: E731
