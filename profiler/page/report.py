@@ -152,12 +152,14 @@ class Section:
         text: what it shows.
         analyses: whose tables and plots are in it.
         options: of each analysis, where they are not its own.
+        reads_file: whether its analyses read the files once more, which takes minutes where these are large.
     """
 
     title: str
     text: str
     analyses: tuple[str, ...]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    reads_file: bool = False
 
 
 SECTIONS = (
@@ -171,6 +173,13 @@ SECTIONS = (
         title="Kernels",
         text="What runs on the devices, the costliest first, and how long single launches take.",
         analyses=("kernels", "kernel-durations"),
+    ),
+    Section(
+        title="From kernels to code",
+        text="What the operators compute, by shape: how fast that is beside what the device could, and which of "
+        "them take longer than the device's cost model says.",
+        analyses=("slow-kernels", "shapes"),
+        reads_file=True,
     ),
     Section(
         title="Communication beside computation",
@@ -237,7 +246,13 @@ def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
     say("finding the critical path")
     graphs = dict(_graphs(traces, missing))
     answers: dict[str, AnswerTable] = {}
+    large = max(map(len, traces.values())) > _MOST_EVENTS
     for section in SECTIONS:
+        if large and section.reads_file:
+            missing.append(
+                f"{' and '.join(section.analyses)}: the traces are too large for this page: ask by name"
+            )
+            continue
         for name in section.analyses:
             say(f"analysing {name}")
             _answer(traces, name, section.options.get(name, {}), graphs, answers, missing)
