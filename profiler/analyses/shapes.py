@@ -20,7 +20,7 @@ from echograph.profiler.costs.device import CostEstimate, DeviceProfile, load_de
 from echograph.profiler.costs.estimate import DTYPE_NAMES, cost_of
 from echograph.profiler.traces.events import details
 from echograph.profiler.traces.kernel_names import function_name
-from echograph.profiler.traces.operands import TracedCall, TracedOperand, TracedWork, operator_call, traced_work
+from echograph.profiler.traces.operands import ShapedCall, TracedOperand, TracedWork, operator_call, traced_work
 from echograph.profiler.traces.origins import Origins, frame_text, origins
 from echograph.profiler.traces.trace import KERNELS, NONE, Trace, TraceSet
 
@@ -59,7 +59,7 @@ def device_calls(trace: Trace, found: Origins) -> list[DeviceCall]:
     return [*(DeviceCall(row, rows) for row, rows in of.items()), *alone]
 
 
-def described_calls(trace: Trace, found: Origins, rows: list[int]) -> dict[int, TracedCall]:
+def described_calls(trace: Trace, found: Origins, rows: list[int]) -> dict[int, ShapedCall]:
     """What the trace's file says of some operators, by row.
 
     Raises:
@@ -126,7 +126,7 @@ def _source(trace: Trace, found: Origins, row: int, stack: bool = False) -> str:
     return "" if frame == NONE else frame_text(trace.text(frame))
 
 
-def _told(call: TracedCall | None) -> tuple[str, str]:
+def _told(call: ShapedCall | None) -> tuple[str, str]:
     """Shapes and types of an operator's tensors; ".T" of a matrix that lies by columns."""
     given = [] if call is None else call.tensors
     return " ".join(map(_shape_text, given)), " ".join(one.dtype.text for one in given)
@@ -153,7 +153,7 @@ class ShapeUse:
         source: line of Python of the first of them.
     """
 
-    call: TracedCall
+    call: ShapedCall
     work: TracedWork | None
     device: DeviceProfile | None
     wide: bool
@@ -253,7 +253,7 @@ def _add(
     trace: Trace,
     found: Origins,
     device_call: DeviceCall,
-    call: TracedCall | None,
+    call: ShapedCall | None,
     profile: DeviceProfile | None,
 ) -> None:
     row, works = device_call

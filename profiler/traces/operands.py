@@ -59,7 +59,7 @@ class TracedOperand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracedCall:
+class ShapedCall:
     """An operator with what it was given.
 
     Attributes:
@@ -120,7 +120,7 @@ class TracedWork:
     outputs: list[Tensor]
 
 
-def operator_call(name: str, phase: Phase, arguments: Mapping[str, Any]) -> TracedCall:
+def operator_call(name: str, phase: Phase, arguments: Mapping[str, Any]) -> ShapedCall:
     """An operator from what the trace says of it; what makes no sense counts as not said.
 
     Args:
@@ -133,7 +133,7 @@ def operator_call(name: str, phase: Phase, arguments: Mapping[str, Any]) -> Trac
         for key in ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
     )
     strides = strides if len(strides) == len(shapes) else [[]] * len(shapes)
-    return TracedCall(
+    return ShapedCall(
         name=name,
         phase=phase,
         operands=tuple(map(_operand, shapes, types, strides)),
@@ -151,7 +151,7 @@ def _operand(shape: Any, type_name: Any, strides: Any) -> TracedOperand | None:
     return TracedOperand(tuple(shape), dtype, tuple(steps))
 
 
-def traced_work(call: TracedCall) -> TracedWork | None:
+def traced_work(call: ShapedCall) -> TracedWork | None:
     """What an operator computes; None of one that is in no family, or of which the trace says too little."""
     for family in _FAMILIES:
         if family.names.fullmatch(call.name):
@@ -178,10 +178,10 @@ class _Work:
 class _Family:
     kind: str
     names: re.Pattern[str]
-    work: Callable[[TracedCall], _Work]
+    work: Callable[[ShapedCall], _Work]
 
 
-def _traced(call: TracedCall, kind: str, found: _Work) -> TracedWork:
+def _traced(call: ShapedCall, kind: str, found: _Work) -> TracedWork:
     inputs, outputs = (
         [
             Tensor(id=at, name="", shape=one.shape, dtype=one.dtype, role=TensorRole.ACTIVATION)
@@ -209,10 +209,10 @@ def _like(operand: TracedOperand, shape: Sequence[int] | None = None, dtype: DTy
 # -- products ---------------------------------------------------------------------------------------------------
 
 
-def _product(left: int) -> Callable[[TracedCall], _Work]:
+def _product(left: int) -> Callable[[ShapedCall], _Work]:
     """A product of the matrices at two positions, with what stands before them added to it."""
 
-    def work(call: TracedCall) -> _Work:
+    def work(call: ShapedCall) -> _Work:
         a, b = call.tensor(left), call.tensor(left + 1)
         if len(a.shape) < 2 or len(b.shape) < 2 or a.shape[-1] != b.shape[-2]:
             raise LookupError(call.name)
@@ -232,7 +232,7 @@ def _product(left: int) -> Callable[[TracedCall], _Work]:
 # -- convolutions -----------------------------------------------------------------------------------------------
 
 
-def _convolution(call: TracedCall) -> _Work:
+def _convolution(call: ShapedCall) -> _Work:
     image, weight = call.tensor(0), call.tensor(1)
     attributes = _attributes(call, 3, len(weight.shape) - 2)
     result = _like(image, (image.shape[0], *_out_shape(image, weight, attributes, call)))
@@ -240,7 +240,7 @@ def _convolution(call: TracedCall) -> _Work:
     return _Work(inputs=[image, weight], outputs=[result], flops=flops, attributes=attributes)
 
 
-def _convolution_backward(call: TracedCall) -> _Work:
+def _convolution_backward(call: ShapedCall) -> _Work:
     gradient, image, weight = (call.tensor(at) for at in range(3))
     attributes = _attributes(call, 4, len(weight.shape) - 2)
     wanted = call.value(10)
@@ -249,7 +249,7 @@ def _convolution_backward(call: TracedCall) -> _Work:
     return _Work(inputs=[gradient, image, weight], outputs=outputs, flops=flops, attributes=attributes)
 
 
-def _attributes(call: TracedCall, at: int, dimensions: int) -> Convolution:
+def _attributes(call: ShapedCall, at: int, dimensions: int) -> Convolution:
     """Stride, padding, dilation, transposed, output padding and groups stand side by side."""
 
     def each(position: int) -> tuple[int, ...]:
@@ -264,7 +264,7 @@ def _attributes(call: TracedCall, at: int, dimensions: int) -> Convolution:
     )  # fmt: skip
 
 
-def _out_shape(image: TracedOperand, weight: TracedOperand, of: Convolution, call: TracedCall) -> tuple[int, ...]:
+def _out_shape(image: TracedOperand, weight: TracedOperand, of: Convolution, call: ShapedCall) -> tuple[int, ...]:
     sizes = zip(image.shape[2:], weight.shape[2:], of.stride, of.padding, of.dilation, strict=True)
     if of.transposed:
         added = call.value(7)
@@ -287,10 +287,10 @@ _BACKWARD_FLOPS = 2.5
 """Five products for the two of the forward pass: the scores are computed again."""
 
 
-def _attention(first: int, causal: int, heads_first: bool = True) -> Callable[[TracedCall], _Work]:
+def _attention(first: int, causal: int, heads_first: bool = True) -> Callable[[ShapedCall], _Work]:
     """Attention whose query, key and value begin at a position (behind the gradient: backward)."""
 
-    def work(call: TracedCall) -> _Work:
+    def work(call: ShapedCall) -> _Work:
         given = [call.tensor(first + at) for at in range(3)]
         if any(len(one.shape) != 4 for one in given):  # sequences of several lengths in one tensor
             raise LookupError(call.name)
@@ -322,12 +322,12 @@ def _heads_first(one: TracedOperand) -> TracedOperand:
 # -- what memory bounds -----------------------------------------------------------------------------------------
 
 
-def _rows(call: TracedCall) -> _Work:
+def _rows(call: ShapedCall) -> _Work:
     """Norms and softmax: a result like the first input, which is the gradient in a backward pass."""
     return _Work(inputs=call.tensors, outputs=[_like(call.tensor(0))])
 
 
-def _elementwise(call: TracedCall) -> _Work:
+def _elementwise(call: ShapedCall) -> _Work:
     """A result of the shape that the inputs stretch to, and of their widest type."""
     tensors = call.tensors
     rank = max((len(one.shape) for one in tensors), default=0)
@@ -351,17 +351,17 @@ _FRACTIONS = {DType.FP64, DType.FP32, DType.FP16, DType.BF16, DType.FP8_E4M3, DT
 _COMPARES = re.compile(r"aten::(eq|ne|lt|le|gt|ge|logical_\w+|isnan|isinf|isfinite)")
 
 
-def _in_place(call: TracedCall) -> _Work:
+def _in_place(call: ShapedCall) -> _Work:
     """The first tensor is read, changed and written."""
     return _Work(inputs=call.tensors, outputs=[_like(call.tensor(0))])
 
 
-def _overwritten(call: TracedCall) -> _Work:
+def _overwritten(call: ShapedCall) -> _Work:
     """The first tensor is written and not read."""
     return _Work(inputs=call.tensors[1:], outputs=[_like(call.tensor(0))])
 
 
-def _reduction(call: TracedCall) -> _Work:
+def _reduction(call: ShapedCall) -> _Work:
     whole = call.tensor(0)
     try:
         dims = call.value(1)
@@ -372,14 +372,14 @@ def _reduction(call: TracedCall) -> _Work:
     return _Work(inputs=[whole], outputs=[_like(whole, kept)])
 
 
-def _looked_up(call: TracedCall) -> _Work:
+def _looked_up(call: ShapedCall) -> _Work:
     """A row of a table for each index."""
     table, indices = call.tensor(0), call.tensor(1)
     result = _like(table, (*indices.shape, *table.shape[1:]))
     return _Work(inputs=[table, indices], outputs=[result], read=indices.nbytes + result.nbytes)
 
 
-def _selected(call: TracedCall) -> _Work:
+def _selected(call: ShapedCall) -> _Work:
     """Some positions of one dimension."""
     table, indices = call.tensor(0), call.tensor(2)
     at = int(call.value(1)) % max(1, len(table.shape))
@@ -387,22 +387,22 @@ def _selected(call: TracedCall) -> _Work:
     return _Work(inputs=[table, indices], outputs=[result], read=indices.nbytes + result.nbytes)
 
 
-def _table_gradient(call: TracedCall) -> _Work:
+def _table_gradient(call: ShapedCall) -> _Work:
     gradient, indices = call.tensor(0), call.tensor(1)
     return _Work(inputs=[gradient, indices], outputs=[_like(gradient, (int(call.value(2)), gradient.shape[-1]))])
 
 
-def _dropout(call: TracedCall) -> _Work:
+def _dropout(call: ShapedCall) -> _Work:
     given = call.tensor(0)
     return _Work(inputs=[given], outputs=[_like(given), _like(given, dtype=DType.BOOL)])
 
 
-def _compiled(call: TracedCall) -> _Work:
+def _compiled(call: ShapedCall) -> _Work:
     """A kernel of torch.compile: its arguments are what it reads and what it writes."""
     return _Work(inputs=call.tensors, outputs=[])
 
 
-def _family(kind: str, names: str, work: Callable[[TracedCall], _Work]) -> _Family:
+def _family(kind: str, names: str, work: Callable[[ShapedCall], _Work]) -> _Family:
     return _Family(kind=kind, names=re.compile(names), work=work)
 
 
