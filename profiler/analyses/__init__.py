@@ -50,6 +50,7 @@ ANALYSES = Table(
         "cross-rank-critical-path": f"{_HERE}.cross_rank:cross_rank_critical_path",
         "cross-rank-critical-path-summary": f"{_HERE}.cross_rank:cross_rank_critical_path_summary",
         "collectives": f"{_HERE}.collective_times:collective_times",
+        "communication": f"{_HERE}.collective_times:communication",
         "kernel-origins": f"{_HERE}.shapes:kernel_origins",
         "shapes": f"{_HERE}.shapes:shapes",
         "slow-kernels": f"{_HERE}.shapes:slow_kernels",

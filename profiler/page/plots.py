@@ -240,6 +240,7 @@ PLOTS: Mapping[str, Plot] = {
         units=("operations a byte", "GFLOP/s"),
         roof="roof_GFLOP/s",
     ),
+    "communication": Bars(label=["name", "group", "bytes"], value="sum(us)", largest=True),
     "kernel-origins": Bars(label=["operator"], value="dur", largest=True),
     "shapes": Points(
         label="operator",

@@ -217,7 +217,13 @@ SECTIONS = (
         title="Between ranks",
         text="Which ranks others wait for, what the collectives take once all ranks are there and how far apart "
         "these come, and the longest chain of dependencies through all ranks.",
-        analyses=("stragglers", "collectives", "cross-rank-critical-path-summary", "cross-rank-critical-path"),
+        analyses=(
+            "stragglers",
+            "communication",
+            "collectives",
+            "cross-rank-critical-path-summary",
+            "cross-rank-critical-path",
+        ),
     ),
     Section(title="Steps", text="The profiler's steps on the host.", analyses=("steps",)),
     Section(

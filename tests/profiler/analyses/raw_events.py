@@ -1,7 +1,6 @@
 """Counts by brute force what the analyses answer, from the events of a file as they stand: no code is shared.
 
-Only plain Python over a list of dicts, one moment after the other. It knows what a file means, by the names that
-profilers of today write: older ones are not for it.
+Only plain Python over a list of dicts, one moment after the other.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from typing import Any, NamedTuple
 
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 RUNTIME = ("cuda_runtime", "cuda_driver", "hip_runtime")
+OLD = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime"}
 WAITS = ("Event Sync", "Context Sync", "Stream Sync", "Stream Wait Event")
 COMMUNICATES = re.compile(
-    r"(void )?(\w+::)*(nccl|rccl|(multimem_)?(one|two)_shot_|cross_device_reduce)", re.IGNORECASE
+    r"(void )?(\w+::)*(nccl|rccl|(multimem_)?(one|two)_shot_|multimem_all_|cross_device_reduce)", re.IGNORECASE
 )
 COPIES = re.compile(r"(cuda|hip)?(Memcpy|Memset)")
 
@@ -67,22 +67,17 @@ class Counter:
         if event.get("ph") != "X" or "dur" not in event or event.get("cat", "Trace") == "Trace":
             return
         start, args = picoseconds(event["ts"]), event.get("args") or {}
-        end, stream, number = (
-            start + picoseconds(event["dur"]),
-            args.get("stream", -1),
-            args.get("correlation", -1),
-        )
-        name = event["name"]
-        if event["cat"] in WORK and stream >= 0 and name not in WAITS:
+        end = start + picoseconds(event["dur"])
+        stream, number = args.get("stream", -1), args.get("correlation", -1)
+        name, category = event["name"], OLD.get(event["cat"], event["cat"])
+        if category in WORK and stream >= 0 and name not in WAITS:
             kind = "computation"
-            if event["cat"] != "kernel" or COPIES.match(name):
+            if category != "kernel" or COPIES.match(name):
                 kind = "memory"
             elif COMMUNICATES.match(name):
                 kind = "communication"
             self.works.append(Work(start, end, kind, name, (event["pid"], stream), number, index))
-        elif (
-            number > 0 and event["cat"] in RUNTIME and name not in WAITS and not ("stream" in args and number < 0)
-        ):
+        elif number > 0 and category in RUNTIME:
             self.calls[number] = Call(start, end, name)
 
     def busy(self) -> dict[str, int]:
