@@ -53,6 +53,7 @@ ANALYSES = Table(
         "communication": f"{_HERE}.collective_times:communication",
         "kernel-origins": f"{_HERE}.shapes:kernel_origins",
         "shapes": f"{_HERE}.shapes:shapes",
+        "prediction-errors": f"{_HERE}.shapes:prediction_errors",
         "slow-kernels": f"{_HERE}.shapes:slow_kernels",
     },
 )

@@ -367,6 +367,59 @@ def slow_kernels(traces: TraceSet, *, device: str = "", top: int = 0) -> AnswerT
     return _table(_SLOW, found[: top or None], notes)
 
 
+_ERRORS = (
+    "kind", "phase", "shapes", "calls", "measured (us)", "percent_of_time", "percent_predicted",
+    "measured_there (us)", "predicted (us)", "ratio", "median_error", "within_spread",
+)  # fmt: skip
+
+
+def prediction_errors(traces: TraceSet, *, device: str = "") -> AnswerTable:
+    """How far the device's cost model is from what the kernels took, by kind of operator and part of the step.
+
+    Columns: `kind`, `phase` ("all" in the last row); `shapes` how many differ, `calls`; `measured (us)`, and its
+    share of the devices' time outside communication; `percent_predicted` of it has a prediction, of that
+    `measured_there (us)`, `predicted (us)` and their `ratio` (above 1: it took longer than predicted);
+    `median_error` of a shape, relative to the measured time, shapes by the time that they take; `within_spread`
+    percent of that time is of shapes whose prediction is within two of its deviations.
+
+    Args:
+        traces: the job's; their files are still where they were.
+        device: name or file of the devices' profile, where the traces do not name a device that has one.
+
+    Raises:
+        UnknownNameError: no such device.
+        InputError: a file is gone.
+    """
+    notes = list(traces.notes)
+    uses = shape_uses(traces, device, notes)
+    total = sum(sum(use.times) for use in uses)
+    groups: dict[tuple[str, str], list[ShapeUse]] = defaultdict(list)
+    for use in uses:
+        groups[_kind(use), use.call.phase.name.lower()].append(use)
+    rows = [(*key, *_errors(of, total)) for key, of in groups.items()]
+    if uses:
+        rows.append(("all", "all", *_errors(uses, total)))
+    return from_rows(_ERRORS, rows, notes)
+
+
+def _errors(uses: list[ShapeUse], total: int) -> tuple[float | None, ...]:
+    measured = sum(sum(use.times) for use in uses)
+    known = [(sum(use.times), use, cost) for use in uses if (cost := use.predicted()) is not None]
+    there = sum(took for took, *_ in known)
+    predicted = sum(float(cost.seconds) * len(use.times) * 1e12 for _, use, cost in known)
+    off = sorted((abs(float(cost.seconds) / use.mean_s - 1), took) for took, use, cost in known if use.mean_s)
+    halves = np.cumsum([took for _, took in off]) if off else np.zeros(0)
+    middle = off[int(np.searchsorted(halves, halves[-1] / 2))][0] if off else None
+    sure = sum(
+        took for took, use, cost in known if abs(use.mean_s / float(cost.seconds) - 1) <= 2 * float(cost.spread)
+    )
+    return (
+        len(uses), sum(len(use.times) for use in uses), measured / US, 100 * measured / max(total, 1),
+        100 * there / measured if measured else None, there / US, predicted / US, _ratio(there, predicted), middle,
+        100 * sure / there if there else None,
+    )  # fmt: skip
+
+
 def _coverage(uses: list[ShapeUse]) -> Iterator[str]:
     """How much of the devices' time the tables know."""
     total = sum(sum(use.times) for use in uses)

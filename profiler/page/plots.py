@@ -249,6 +249,9 @@ PLOTS: Mapping[str, Plot] = {
         units=("operations a byte", "TFLOP/s"),
         roof="roof_TFLOP/s",
     ),
+    "prediction-errors": Bars(
+        label=["kind", "phase"], parts={"measured_there (us)": 1, "predicted (us)": 0}, largest=True
+    ),
     "slow-kernels": Bars(label=["operator", "shapes"], value="sure_excess (us)", largest=True),
     "collectives": Bars(label=["name", "group", "number"], parts={"duration(us)": 1, "skew(us)": 8}, largest=True),
     "cross-rank-critical-path": Bars(

@@ -197,3 +197,20 @@ def test_hardware_has_profiles_that_are_shipped() -> None:
     assert profile_of_hardware("NVIDIA H100 PCIe") == "h100-pcie"
     assert profile_of_hardware("AMD Instinct MI300X VF") == "mi300x"
     assert profile_of_hardware("NVIDIA GeForce RTX 3090") is None
+
+
+def test_errors_of_the_prediction_add_up_by_kind(tmp_path: Path) -> None:
+    expected = 1e6 * float(gemm(load_device("a100-sxm-80"), 4096, 4096, 1024, dtype="bf16").seconds)
+    events = [operator("aten::mm", 1000, 20, **MM), *launched("gemm", 1002, 1010, round(expected, 3), 1)]
+    events += [operator("aten::_scaled_mm", 2000, 20, **MM), *launched("g", 2002, 2010, round(2 * expected, 3), 2)]
+    events += [operator("mine::op", 3000, 20), *launched("k", 3002, 3010, 50, 3)]
+    found = TraceSet({0: read_trace(write(tmp_path / "rank0.json", events, deviceProperties=A100))})
+    rows = {row["kind"]: row for row in records(found, "prediction-errors")}
+    product, whole = rows["product"], rows["all"]
+    assert product["ratio"] == pytest.approx(1.5, rel=1e-3)
+    # The slower of the two shapes takes more than half of the time.
+    assert product["median_error"] == pytest.approx(0.5, rel=1e-3)
+    assert product["within_spread"] == pytest.approx(100 / 3, rel=1e-3)
+    assert rows["other"]["percent_predicted"] == 0 and rows["other"]["predicted (us)"] == 0
+    assert whole["measured (us)"] == pytest.approx(3 * expected + 50, rel=1e-3)
+    assert whole["percent_predicted"] == pytest.approx(300 * expected / (3 * expected + 50), rel=1e-3)
