@@ -23,7 +23,7 @@ from echograph.profiler.analyses.critical_path import (
 )
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import KernelKind, kinds
-from echograph.profiler.page.frame import document, folded, notes, table, tiles
+from echograph.profiler.page.frame import document, folded, notes, table, table_script, tiles
 from echograph.profiler.page.lanes import Spans, TimelineTrack, drawing, script
 from echograph.profiler.page.plots import draw
 from echograph.profiler.traces.relations import call_stacks
@@ -267,7 +267,7 @@ def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
     parts.append(f"<h2>Timeline</h2>{timeline(traces, graphs)}" if _any_row(traces) else "")
     parts += [_section(section, answers) for section in SECTIONS]
     parts.append(notes(missing, "What is missing"))
-    return document(title, parts, [script()])
+    return document(title, parts, [script(), table_script()])
 
 
 def page_of(name: str, answer: AnswerTable, title: str) -> str:
@@ -282,7 +282,7 @@ def page_of(name: str, answer: AnswerTable, title: str) -> str:
     parts = [f"<h1>{escape(title)}</h1>", empty, draw(name, answer, _DRAWN_ALONE), notes(answer.notes)]
     if len(answer):
         parts.append(f"<h2>{escape(name)}</h2>{table(answer, _ROWS_ALONE)}")
-    return document(title, parts)
+    return document(title, parts, [table_script()])
 
 
 def _graphs(traces: TraceSet, missing: list[str]) -> Iterator[tuple[int, CriticalGraph]]:
