@@ -50,6 +50,11 @@ ANALYSES = Table(
         "cross-rank-critical-path": f"{_HERE}.cross_rank:cross_rank_critical_path",
         "cross-rank-critical-path-summary": f"{_HERE}.cross_rank:cross_rank_critical_path_summary",
         "collectives": f"{_HERE}.collective_times:collective_times",
+        "communication": f"{_HERE}.collective_times:communication",
+        "kernel-origins": f"{_HERE}.shapes:kernel_origins",
+        "shapes": f"{_HERE}.shapes:shapes",
+        "prediction-errors": f"{_HERE}.shapes:prediction_errors",
+        "slow-kernels": f"{_HERE}.shapes:slow_kernels",
     },
 )
 # Analyses that a copy of the trace can show: a function of a `TraceSet` and the same options gives its text.

@@ -8,6 +8,7 @@ from.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -371,6 +372,42 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sustained_basis: str = ""
     power: PowerModel | None = None
     scan: ScanModel | None = None
+
+
+HARDWARE = (
+    (r"NVIDIA A100-(SXM|PG509).*", "a100-sxm"),
+    (r"NVIDIA A100( 80GB)? PCIe|NVIDIA A100-PCIE.*", "a100-pcie-80"),
+    (r"Tesla V100-SXM[23].*", "v100-sxm2"),
+    (r"NVIDIA H100( 80GB HBM3| SXM.*)?", "h100-sxm"),
+    (r"NVIDIA H100 (64|96)GB HBM2.*", "h100-sxm-hbm2e"),
+    (r"NVIDIA H100 PCIe", "h100-pcie"),
+    (r"NVIDIA H200( SXM.*)?", "h200"),
+    (r"NVIDIA H800( SXM.*)?", "h800"),
+    (r"NVIDIA H20", "h20"),
+    (r"(NVIDIA )?GH200.*", "gh200"),
+    (r"NVIDIA B200", "b200"),
+    (r"NVIDIA B300.*", "b300"),
+    (r"NVIDIA GB200", "gb200"),
+    (r"NVIDIA GB300", "gb300"),
+    (r"NVIDIA L40S", "l40s"),
+    (r"NVIDIA RTX PRO 6000 Blackwell.*", "rtx-pro-6000"),
+    (r"AMD Instinct MI300X.*", "mi300x"),
+    (r"AMD Instinct MI325X.*", "mi325x"),
+)
+"""Names that drivers give to devices, and the profile; one line each."""
+
+
+def profile_of_hardware(name: str, memory_bytes: int = 0) -> str | None:
+    """The shipped profile of a device by the name that its driver gives it; None where there is none.
+
+    Args:
+        name: as `torch.cuda.get_device_name` or a trace's `deviceProperties` has it.
+        memory_bytes: of the device: of an A100 the name does not say which it is.
+    """
+    found = next((profile for pattern, profile in HARDWARE if re.fullmatch(pattern, name)), None)
+    if found == "a100-sxm":
+        return "a100-sxm-80" if memory_bytes > 60 * 10**9 or "80GB" in name else "a100-sxm-40"
+    return found
 
 
 def device_names() -> tuple[str, ...]:

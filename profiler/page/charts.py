@@ -173,20 +173,27 @@ def ranges(rows: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
     return f'<p class="note">Least to largest, the middle half, the median{scale}.</p>' + _svg(foot + 20, parts)
 
 
-def points(named: Sequence[tuple[str, float, float]], x_unit: str, y_unit: str) -> str:
+def points(
+    named: Sequence[tuple[str, float, float]], x_unit: str, y_unit: str, roofs: Sequence[tuple[float, float]] = ()
+) -> str:
     """A mark for each pair of numbers above 0, both on a logarithmic scale.
 
     Args:
         named: label, place and value.
         x_unit: of the places.
         y_unit: of the values.
+        roofs: place and value of what is the most that is possible there: a short line each.
     """
     drawn = [(label, x, y) for label, x, y in named if 0 < x < np.inf and 0 < y < np.inf]
     if not drawn:
         return ""
-    xs, ys = [x for _, x, _ in drawn], [y for *_, y in drawn]
+    above = [(x, y) for x, y in dict.fromkeys(roofs) if 0 < x < np.inf and 0 < y < np.inf]
+    xs, ys = [*(x for _, x, _ in drawn), *(x for x, _ in above)], [*(y for *_, y in drawn), *(y for _, y in above)]
     left, right, low, high = min(xs), max(xs), min(ys), max(ys)
     parts = []
+    for x, y in above:
+        across, up = 0.5 + 98 * _share(x, left, right, ratio=True), 1 - _share(y, low, high, ratio=True)
+        parts.append(f'<rect class="f8" x="{across:.2f}%" width="1%" y="{_TEXT + _HEIGHT * up:.1f}" height="2"/>')
     for label, x, y in drawn:
         told = escape(f"{label[:_LONGEST]}: {measure(x, x_unit)}, {measure(y, y_unit)}")
         across, up = _share(x, left, right, ratio=True), _share(y, low, high, ratio=True)
@@ -197,7 +204,8 @@ def points(named: Sequence[tuple[str, float, float]], x_unit: str, y_unit: str) 
     parts.append(f'<text class="muted halo" x="0" y="{_TEXT - 2}">{escape(measure(high, y_unit))}</text>')
     parts.append(f'<text class="muted halo" x="0" y="{_TEXT + _HEIGHT}">{escape(measure(low, y_unit))}</text>')
     parts += _ends(left, right, x_unit)
-    return '<p class="note">Both scales logarithmic.</p>' + _svg(_HEIGHT + 36, parts)
+    said = "Both scales logarithmic." + (" Lines: the most that the device could." if above else "")
+    return f'<p class="note">{said}</p>' + _svg(_HEIGHT + 36, parts)
 
 
 class Curve(NamedTuple):

@@ -63,6 +63,11 @@ def key(names: Sequence[str], colours: Sequence[int] = ()) -> str:
     )
 
 
+def table_script() -> str:
+    """The JavaScript that sorts and searches the tables of answers."""
+    return Path(__file__).with_name("table.js").read_text()
+
+
 def table(content: AnswerTable, limit: int = ROWS) -> str:
     """A table's first rows, numbers to the right; and how many more there are.
 
@@ -77,9 +82,10 @@ def table(content: AnswerTable, limit: int = ROWS) -> str:
         "".join(f"<td{_kind(text)}>{cell(v)}</td>" for v, text in zip(row, texts, strict=True)) for row in rows
     )
     body = "".join(f"<tr>{line}</tr>" for line in lines)
+    inner = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     more = len(content) - len(rows)
     said = f'<p class="note">... and {more:,} rows more: ask for them with --csv or --json.</p>' if more else ""
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>{said}'
+    return f'<div class="scroll"><table class="answer">{inner}</table></div>{said}'
 
 
 def data(name: str, content: Any) -> str:

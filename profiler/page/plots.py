@@ -127,17 +127,20 @@ class Points:
         x: column of the place.
         y: column of the value.
         units: of both.
+        roof: column of the most that the value could be.
     """
 
     label: str
     x: str
     y: str
     units: tuple[str, str]
+    roof: str
 
     def draw(self, table: AnswerTable, most: int = MOST) -> str:
         """The table as points."""
         rows = [(r[self.label], r[self.x], r[self.y]) for r in table.records() if r[self.x] and r[self.y]]
-        return charts.points(rows, *self.units)
+        roofs = [(r[self.x], r[self.roof]) for r in table.records() if r[self.x] and r[self.y] and r[self.roof]]
+        return charts.points(rows, *self.units, roofs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +234,25 @@ PLOTS: Mapping[str, Plot] = {
     "memory-categories": ColumnLines(x="ts", ys=CATEGORIES, unit="bytes"),
     "execution-trace": Bars(label=["et_node_name"], value="dur", largest=True),
     "hardware-counters": Points(
-        label="name", x="flops_per_byte", y="GFLOP/s", units=("operations a byte", "GFLOP/s")
+        label="name",
+        x="flops_per_byte",
+        y="GFLOP/s",
+        units=("operations a byte", "GFLOP/s"),
+        roof="roof_GFLOP/s",
     ),
+    "communication": Bars(label=["name", "group", "bytes"], value="sum(us)", largest=True),
+    "kernel-origins": Bars(label=["operator"], value="dur", largest=True),
+    "shapes": Points(
+        label="operator",
+        x="flops_per_byte",
+        y="TFLOP/s",
+        units=("operations a byte", "TFLOP/s"),
+        roof="roof_TFLOP/s",
+    ),
+    "prediction-errors": Bars(
+        label=["kind", "phase"], parts={"measured_there (us)": 1, "predicted (us)": 0}, largest=True
+    ),
+    "slow-kernels": Bars(label=["operator", "shapes"], value="sure_excess (us)", largest=True),
     "collectives": Bars(label=["name", "group", "number"], parts={"duration(us)": 1, "skew(us)": 8}, largest=True),
     "cross-rank-critical-path": Bars(
         label=["name"], value="duration(us)", by="bound_by", parts=_ACROSS, largest=True

@@ -23,7 +23,7 @@ from echograph.profiler.analyses.critical_path import (
 )
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import KernelKind, kinds
-from echograph.profiler.page.frame import document, folded, notes, table, tiles
+from echograph.profiler.page.frame import document, folded, notes, table, table_script, tiles
 from echograph.profiler.page.lanes import Spans, TimelineTrack, drawing, script
 from echograph.profiler.page.plots import draw
 from echograph.profiler.traces.relations import call_stacks
@@ -152,12 +152,14 @@ class Section:
         text: what it shows.
         analyses: whose tables and plots are in it.
         options: of each analysis, where they are not its own.
+        reads_file: whether its analyses read the files once more, which takes minutes where these are large.
     """
 
     title: str
     text: str
     analyses: tuple[str, ...]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    reads_file: bool = False
 
 
 SECTIONS = (
@@ -171,6 +173,13 @@ SECTIONS = (
         title="Kernels",
         text="What runs on the devices, the costliest first, and how long single launches take.",
         analyses=("kernels", "kernel-durations"),
+    ),
+    Section(
+        title="From kernels to code",
+        text="What the operators compute, by shape: how fast that is beside what the device could, and which of "
+        "them take longer than the device's cost model says.",
+        analyses=("slow-kernels", "shapes"),
+        reads_file=True,
     ),
     Section(
         title="Communication beside computation",
@@ -208,7 +217,13 @@ SECTIONS = (
         title="Between ranks",
         text="Which ranks others wait for, what the collectives take once all ranks are there and how far apart "
         "these come, and the longest chain of dependencies through all ranks.",
-        analyses=("stragglers", "collectives", "cross-rank-critical-path-summary", "cross-rank-critical-path"),
+        analyses=(
+            "stragglers",
+            "communication",
+            "collectives",
+            "cross-rank-critical-path-summary",
+            "cross-rank-critical-path",
+        ),
     ),
     Section(title="Steps", text="The profiler's steps on the host.", analyses=("steps",)),
     Section(
@@ -237,7 +252,13 @@ def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
     say("finding the critical path")
     graphs = dict(_graphs(traces, missing))
     answers: dict[str, AnswerTable] = {}
+    large = max(map(len, traces.values())) > _MOST_EVENTS
     for section in SECTIONS:
+        if large and section.reads_file:
+            missing.append(
+                f"{' and '.join(section.analyses)}: the traces are too large for this page: ask by name"
+            )
+            continue
         for name in section.analyses:
             say(f"analysing {name}")
             _answer(traces, name, section.options.get(name, {}), graphs, answers, missing)
@@ -246,7 +267,7 @@ def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
     parts.append(f"<h2>Timeline</h2>{timeline(traces, graphs)}" if _any_row(traces) else "")
     parts += [_section(section, answers) for section in SECTIONS]
     parts.append(notes(missing, "What is missing"))
-    return document(title, parts, [script()])
+    return document(title, parts, [script(), table_script()])
 
 
 def page_of(name: str, answer: AnswerTable, title: str) -> str:
@@ -261,7 +282,7 @@ def page_of(name: str, answer: AnswerTable, title: str) -> str:
     parts = [f"<h1>{escape(title)}</h1>", empty, draw(name, answer, _DRAWN_ALONE), notes(answer.notes)]
     if len(answer):
         parts.append(f"<h2>{escape(name)}</h2>{table(answer, _ROWS_ALONE)}")
-    return document(title, parts)
+    return document(title, parts, [table_script()])
 
 
 def _graphs(traces: TraceSet, missing: list[str]) -> Iterator[tuple[int, CriticalGraph]]:

@@ -19,6 +19,7 @@ from echograph.ir.columns import Bools, Int64
 from echograph.ir.comms.record import NativeSource
 from echograph.profiler.traces.events import details
 from echograph.profiler.traces.kernel_names import communicates, function_name
+from echograph.profiler.traces.operands import TORCH_DTYPES
 from echograph.profiler.traces.relations import Stacks, call_stacks
 from echograph.profiler.traces.trace import KERNELS, NONE, OPERATORS, Trace, TraceSet
 from echograph.units import PS_PER_NS
@@ -91,11 +92,7 @@ _CALLED = re.compile(r"c10d::|nccl:|record_param_comms")
 _NOT_LETTERS = re.compile(r"[^a-z]")
 MOST_MOVED = 2**60
 """Bytes of one collective or copy, as many as a graph's tensor may have: a trace that says more is wrong."""
-# Sizes by the names that torch gives its types, of scalars and of C++.
-_WIDTHS = {
-    "float": 4, "double": 8, "half": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2, "long": 8,
-    "long int": 8, "int": 4, "short": 2, "byte": 1, "char": 1, "unsigned char": 1, "signed char": 1, "bool": 1,
-}  # fmt: skip
+_WIDTHS = {name: dtype.nbytes(1) for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

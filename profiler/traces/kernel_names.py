@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 COMMUNICATION = (
-    (r"(\w+::)*nccl", "NCCL, RCCL; symmetric ones too"),
+    (r"(\w+::)*nccl", "NCCL, RCCL"),
     (r"rccl", "RCCL"),
     (r"(hccl|hcom_)", "HCCL"),
     (r"mscclKernel", "MSCCL, in RCCL"),
@@ -34,7 +34,7 @@ COMMUNICATION = (
 )
 """How names of functions begin, and the library that has them."""
 
-_COMMUNICATES = re.compile("|".join(f"(?:{pattern})" for pattern, _ in COMMUNICATION))
+_LIBRARIES = tuple((re.compile(pattern), library) for pattern, library in COMMUNICATION)
 _TEMPLATE = re.compile(r"<[^<>]*>")
 _UNNAMED = re.compile(r"(\(anonymous namespace\)|<unnamed>|\{anonymous\})::")
 _MANGLED = re.compile(r"_ZN?K?(?=\d)")
@@ -43,7 +43,13 @@ _LENGTH = re.compile(r"\d+")
 
 def communicates(name: str) -> bool:
     """Whether a kernel of this name communicates with other devices."""
-    return bool(_COMMUNICATES.match(function_name(name)))
+    return bool(library_of(name))
+
+
+def library_of(name: str) -> str:
+    """The library of a kernel that communicates with other devices; "" of one that does not."""
+    function = function_name(name)
+    return next((library for pattern, library in _LIBRARIES if pattern.match(function)), "")
 
 
 def function_name(name: str) -> str:

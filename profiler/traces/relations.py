@@ -25,8 +25,9 @@ class Launches(NamedTuple):
 
 
 def of_device_queue(trace: Trace) -> Bools:
-    """Which rows are on a device's side: work, and waits of a stream."""
-    queued: Bools = ((trace.stream >= 0) & (trace.correlation >= 0)) | trace.named(WAITS)
+    """Which rows are on a device's side: work, and waits of a stream; calls of the host may name a stream, too."""
+    on_stream = (trace.stream >= 0) & (trace.correlation >= 0) & ~trace.of_category(CALLS)
+    queued: Bools = on_stream | trace.named(WAITS)
     return queued
 
 

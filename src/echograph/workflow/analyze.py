@@ -6,7 +6,7 @@ import inspect
 import os
 import typing
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from echograph.progress import Progress, silent
 from echograph.simulator.result import Result
 
 if TYPE_CHECKING:
+    from echograph.profiler.analyses.collective_times import Fabric
     from echograph.profiler.analyses.table import AnswerTable
     from echograph.profiler.traces import TraceSet
 
@@ -58,8 +59,30 @@ def analyze(
     for key in options:
         if key not in known:
             raise UnknownNameError(f"option of {name}", key, known)
+    if isinstance(options.get("cluster"), str):
+        options["cluster"] = fabric_of(options["cluster"])
     found: AnswerTable = analysis(_traces(what, ranks, last_step, say), **options)
     return found
+
+
+def fabric_of(cluster: str) -> Fabric:
+    """How long collectives should take on a cluster: its preset's name, or a TOML file.
+
+    Raises:
+        EchoError: no such cluster, or its file is wrong.
+    """
+    from echograph.simulator.clusters import load_cluster
+    from echograph.simulator.collectives import KINDS, collective_time
+
+    where = load_cluster(cluster)
+
+    def seconds(kind: str, nbytes: int, ranks: Sequence[int]) -> float | None:
+        name = "send_recv" if kind in ("send", "recv") else kind
+        if name not in KINDS:
+            return None
+        return collective_time(name, nbytes, where.place(ranks), where).seconds
+
+    return seconds
 
 
 def _traces(
@@ -182,6 +205,7 @@ def parse_options(name: str, given: Iterable[str], read: Callable[[Path], TraceS
     import msgspec
 
     from echograph.profiler.analyses import ANALYSES
+    from echograph.profiler.analyses.collective_times import Fabric
     from echograph.profiler.traces import TraceSet
 
     analysis = ANALYSES[name]
@@ -195,6 +219,9 @@ def parse_options(name: str, given: Iterable[str], read: Callable[[Path], TraceS
             raise UnknownNameError(f"option of {name}", key, known)
         if types[key] == TraceSet | None:
             options[key] = read(Path(value))
+            continue
+        if types[key] == Fabric | None:
+            options[key] = fabric_of(value)
             continue
         try:
             options[key] = msgspec.convert(value, types[key], strict=False)

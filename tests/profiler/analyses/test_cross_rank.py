@@ -118,3 +118,44 @@ def test_a_real_job_of_eight_ranks(measured_data: Path) -> None:
     found = rows(traces, "collectives")
     assert [row["name"] for row in found].count("all_to_all") == 5
     assert all(row["duration(us)"] > 0 and row["skew(us)"] >= row["mean_wait(us)"] for row in found)
+
+
+def test_communication_counts_from_the_last_rank_and_is_beside_the_fabric(tmp_path: Path) -> None:
+    traces = job(tmp_path, late_rank(0, 60), late_rank(30, 60))
+    asked: list[tuple[Any, ...]] = []
+
+    def fabric(*what: Any) -> float:
+        asked.append(what)
+        return 15e-6
+
+    (row,) = rows(traces, "communication", cluster=fabric)
+    assert asked == [("all_reduce", 1_000_000, (0, 1))]
+    assert (row["name"], row["library"], row["group"], row["group_size"]) == ("all_reduce", "NCCL, RCCL", "0", 2)
+    assert (row["bytes"], row["dtype"], row["count"], row["last_rank"]) == (1_000_000, "float", 1, 1)
+    assert (row["mean(us)"], row["mean_wait(us)"]) == (20, 15)
+    assert row["algorithm_bandwidth(GB/s)"] == row["bus_bandwidth(GB/s)"] == pytest.approx(1e6 / 20e-6 / 1e9)
+    assert (row["predicted(us)"], row["excess(us)"]) == pytest.approx((15, 5))
+
+
+def test_communication_of_one_rank_holds_its_waits(tmp_path: Path) -> None:
+    answer = ANALYSES["communication"](job(tmp_path, late_rank(0, 60)))
+    (row,) = answer.records()
+    assert (row["mean(us)"], row["mean_wait(us)"], row["last_rank"], row["predicted(us)"]) == (
+        50,
+        None,
+        None,
+        None,
+    )
+    assert any("cluster=" in note for note in answer.notes)
+
+
+def test_a_clusters_name_says_how_long_collectives_should_take(tmp_path: Path) -> None:
+    from echograph.simulator.clusters import load_cluster
+    from echograph.simulator.collectives import collective_time
+    from echograph.workflow.analyze import analyze
+
+    traces = job(tmp_path, late_rank(0, 60), late_rank(30, 60))
+    (row,) = analyze(traces, "communication", cluster="dgx-h100").records()
+    cluster = load_cluster("dgx-h100")
+    expected = collective_time("all_reduce", 1_000_000, cluster.place((0, 1)), cluster).seconds
+    assert row["predicted(us)"] == pytest.approx(expected * 1e6)

@@ -127,3 +127,53 @@ def test_a_browser_draws_the_timeline(dlrm: TraceSet, tmp_path: Path) -> None:
         assert f"rank {rank}, thread 5981{rank + 1}" in told
     steps = ANALYSES["steps"](dlrm).records()
     assert f"rank 3, thread 59814, at {steps[3]['ts']:.1f} us for {steps[3]['dur'] / 1e3:.2f} ms" in told
+
+
+def test_tables_can_be_sorted_and_searched() -> None:
+    from echograph.profiler.analyses.table import from_rows
+    from echograph.profiler.page.report import page_of
+
+    text = page_of("mine", from_rows(("name", "sum (us)"), [("gemm", 2.0), ("add", 1.0)]), "mine")
+    page = Page(text)
+    # What the script looks for: titles in a head of their own, all else in one body.
+    assert page.all("table", "answer") and len(page.all("thead")) == len(page.all("tbody")) == 1
+    assert [title.strip() for title in page.texts("th")] == ["name", "sum (us)"]
+    assert "table.answer" in text and 'type = "search"' in text
+
+
+# Searches for words, then sorts by the second title, twice; says after each what the rows shown begin with.
+CLICKS = """<script>addEventListener("load", () => {
+  const table = document.querySelector("table.answer"), box = document.querySelector(".search input");
+  const said = document.createElement("pre");
+  const shown = () => [...table.tBodies[0].rows].filter((row) => !row.hidden);
+  const tell = () => said.append(shown().map((row) => row.cells[0].textContent), ";");
+  const click = () => { table.tHead.rows[0].cells[1].querySelector("button").click(); tell(); };
+  box.value = "mm BF16"; box.dispatchEvent(new Event("input")); tell();
+  box.value = ""; box.dispatchEvent(new Event("input")); click(); click();
+  document.body.append(said);
+})</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_sorts_and_searches_tables(tmp_path: Path) -> None:
+    from echograph.profiler.analyses.table import from_rows
+    from echograph.profiler.page.report import page_of
+
+    rows = [(f"k{n}", value, "") for n, value in enumerate((3.0, None, 1200.5, 40.0, 5.0, 6.0, 7.0))]
+    table = from_rows(("name", "sum (us)", "types"), [*rows, ("addmm", 1.0, "bf16"), ("mm", 2.0, "fp32")])
+    target = tmp_path / "page.html"
+    target.write_text(page_of("mine", table, "mine").replace("</body>", f"{CLICKS}</body>"))
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000", "--dump-dom"]
+    done = subprocess.run(
+        ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", target.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    searched, largest, least = Page(done.stdout).texts("pre")[0].split(";")[:3]
+    assert searched == "addmm"
+    # By their numbers, not by their text; what has none is last both ways.
+    assert largest == "k2,k3,k6,k5,k4,k0,mm,addmm,k1"
+    assert least == "addmm,mm,k0,k4,k5,k6,k3,k2,k1"

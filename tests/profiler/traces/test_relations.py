@@ -25,6 +25,15 @@ def test_work_is_paired_with_its_call(tmp_path: Path) -> None:
     assert launch_of_rows(found).tolist() == [NONE, NONE, 1, NONE, NONE]
 
 
+def test_a_call_that_names_a_stream_is_the_hosts(tmp_path: Path) -> None:
+    # As ROCm's copies do, by the stream's address.
+    copy = call(1, 5, 9, "hipMemcpyWithStream")
+    copy["args"]["stream"] = "0x0"
+    found = trace(tmp_path, [operator("aten::copy_", 0, 8), copy, work("Memcpy HtoD", 7, 3, 9, stream=0)])
+    assert launch_of_rows(found).tolist() == [NONE, NONE, 1]
+    assert by_name(found, call_stacks(found).parent.tolist())["hipMemcpyWithStream"] == "aten::copy_"
+
+
 def test_a_graph_launches_all_its_kernels(tmp_path: Path) -> None:
     kernels = [work(f"k{i}", 10 + i, 1, 42) for i in range(5)]
     pairs = launches(trace(tmp_path, [call(1, 3, 42, "cudaGraphLaunch"), *kernels]))
