@@ -209,6 +209,73 @@ class GraphBuilder:
             }
         )
 
+    def tensors(
+        self,
+        made: Sequence[t.Tensor],
+        *,
+        names: Sequence[str] = (),
+        roles: Sequence[t.TensorRole] = (),
+        ports: Sequence[bool] = (),
+        alias_of: Sequence[int] = (),
+        sharded: Sequence[tuple[str, ...]] = (),
+    ) -> range:
+        """Adds many tensors to the open block at once; returns their rows.
+
+        Args:
+            made: the tensors, of which shapes and data types are taken, and what is not given here.
+            names: of each; without them the tensors' own.
+            roles: the same.
+            ports: which are ports; without them none.
+            alias_of: the row that each is an alias of, -1 for none; without them none.
+            sharded: the axes that divide each; without them the tensors' own.
+        """
+        first, plain, ragged = self.tensor_count(), self._t, self._t_ragged
+        plain["name"].items.extend([self.string(name) for name in (names or [each.name for each in made])])
+        plain["dtype"].items.extend([each.dtype for each in made])
+        plain["role"].items.extend(roles or [each.role for each in made])
+        plain["alias_of"].items.extend(alias_of or [NONE] * len(made))
+        plain["port"].items.extend(ports or [False] * len(made))
+        for each in made:
+            ragged["shape"].append(each.shape)
+        for axes in sharded or [each.sharded for each in made]:
+            ragged["sharded"].append([self.string(axis) for axis in axes])
+        return range(first, self.tensor_count())
+
+    def computes(
+        self,
+        operators: Sequence[str],
+        *,
+        phase: t.Phase,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]] = (),
+        bytes_read: Sequence[int],
+        bytes_written: Sequence[int],
+    ) -> range:
+        """Adds many kernels to the open block at once, each told by its place in all columns; returns their rows.
+
+        Raises:
+            GraphError: bytes beyond 64 bits.
+        """
+        first, count = self.op_count(), len(operators)
+        self.fill_ops()
+        given = {
+            "kind": [t.OpKind.COMPUTE] * count, "name": [self.string(name) for name in operators],
+            "phase": [phase] * count, "module": [0] * count, "stream": [0] * count,
+            "bytes_read": bytes_read, "bytes_written": bytes_written,
+        }  # fmt: skip
+        try:
+            for name, values in given.items():
+                self._o[name].items.extend(values)
+        except OverflowError:
+            raise GraphError(_BEYOND.format(operators[0])) from None
+        for rows in inputs:
+            self._inputs.append(rows)
+        for rows in outputs or [()] * count:
+            self._outputs.append(rows)
+        self._deps.offsets.items.extend([len(self._deps.values.items)] * count)
+        self._duration.offsets.items.extend([len(self._duration.values.items)] * count)
+        return range(first, self.op_count())
+
     def add_tensor(self, tensor: t.Tensor, **changes: Any) -> int:
         """Adds a tensor given as its frozen type, with fields of `changes` replaced."""
         values = {field: getattr(tensor, field) for field in TENSOR_COLUMNS} | changes
@@ -510,10 +577,11 @@ class GraphBuilder:
                 **values,
             )
         except OverflowError:
-            raise GraphError(f"operation '{name}' has a number beyond 64 bits: check what it is made of") from None
+            raise GraphError(_BEYOND.format(name)) from None
         return len(self._o["kind"].items) - 1
 
 
+_BEYOND = "operation '{}' has a number beyond 64 bits: check what it is made of"
 _GIVEN = ("kind", "name", "phase", "module", "stream")
 """Columns that every operation states."""
 

@@ -46,7 +46,7 @@ bound by both.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from math import ceil, inf, lcm, prod
@@ -79,11 +79,11 @@ from echograph.ir.passes.model import (
 )
 from echograph.ir.passes.rewrite import (
     ACCUMULATE,
+    ADD_TO_GRADIENT,
     UPDATE,
     Call,
     PassLabel,
     accumulate,
-    add_to_gradient,
     copy_tables,
     empty_copy,
     in_micro_batch,
@@ -475,6 +475,7 @@ class ShardedGraph:
 
     def __init__(self, graph: Graph, builder: GraphBuilder, blocks: list[Written], ops: dict[int, range]) -> None:
         self.graph, self.builder, self.blocks, self.ops = graph, builder, blocks, ops
+        self._ids: dict[tuple[int, t.Phase], tuple[int, int]] = {}
         self._own = []
         self._firsts, start = [], 0
         self._op_firsts, op_start = [], 0
@@ -495,7 +496,12 @@ class ShardedGraph:
     def tensor_id(self, old_id: int, phase: t.Phase) -> int:
         """The id of what a tensor became, given its old id and the phase that uses it."""
         block, instance, row = self.graph.locate_tensor(old_id)
-        return self.new_id((block, instance, self.blocks[block].tensor(row, phase)))
+        found = self._ids.get((row, phase))
+        if found is None:
+            first = self.new_id((block, 0, self.blocks[block].tensor(row, phase)))
+            found = self._ids[row, phase] = first, len(self._own[block])
+        first, of_instance = found
+        return first + instance * of_instance
 
     def call(self, call: Call) -> Call:
         """A call of old rows, of new ones."""
@@ -585,22 +591,31 @@ def fill(tensors: Iterable[tuple[int, t.Tensor]], mesh: tuple[Axis, ...], limits
         limits: when a bucket is full.
     """
     sizes = {axis.name: axis.size for axis in mesh}
-    opened: dict[tuple[tuple[str, ...], t.DType], Bucket] = {}
+    opened: dict[_Like, Bucket] = {}
     closed: list[Bucket] = []
-    begun = set()
+    full: dict[_Like, float] = {}
+    known: dict[int, tuple[_Like, int]] = {}
     for identity, tensor in tensors:
-        axes = reduction_axes(mesh, tensor.sharded)
-        if not axes:
+        if tensor.id not in known:
+            known[tensor.id] = (reduction_axes(mesh, tensor.sharded), tensor.dtype), tensor.numel
+        key, elements = known[tensor.id]
+        if not key[0]:
             continue
-        key = axes, tensor.dtype
-        bucket = opened.setdefault(key, Bucket(axes=axes, dtype=tensor.dtype))
+        bucket = opened.get(key)
+        if bucket is None:
+            bucket = opened[key] = Bucket(axes=key[0], dtype=key[1])
+        if key not in full:
+            full[key] = limits.of(bucket, prod(sizes[axis] for axis in key[0]), first=True)
         bucket.tensors.append((identity, tensor))
-        bucket.elements += tensor.numel
-        ranks = prod(sizes[axis] for axis in axes)
-        if bucket.nbytes() >= limits.of(bucket, ranks, first=key not in begun):
+        bucket.elements += elements
+        if bucket.nbytes() >= full[key]:
             closed.append(opened.pop(key))
-            begun.add(key)
+            full[key] = limits.of(bucket, prod(sizes[axis] for axis in key[0]), first=False)
     return [*closed, *opened.values()]
+
+
+_Like = tuple[tuple[str, ...], t.DType]
+"""Tensors of one set of ranks, and data type."""
 
 
 def by_axes(buckets: list[Bucket]) -> dict[tuple[str, ...], list[Bucket]]:
@@ -644,6 +659,8 @@ class ProgramWriter:
         self.name = "zero" if options.zero else "ddp"
         self.reduces = bool(reduction_axes(self.mesh, ()))
         self.bindings: list[int] = []
+        self._shards: dict[int, t.Tensor] = {}
+        self._adding: dict[int, bool] = {}
         self.added: dict[ProgramPoint, list[tuple[int, list[int]]]] = {}
         self.block = 0
         self.accumulations: dict[ProgramPoint, Call] = {}
@@ -778,7 +795,7 @@ class ProgramWriter:
 
     def _reduce(self, buckets: list[Bucket], ready: dict[int, dict[int, Gradient]]) -> None:
         """Writes the reductions, and says where they run: in the last micro-batch, or in each."""
-        reductions = [self._reduction(bucket, number) for number, bucket in enumerate(buckets)]
+        reductions = self._reductions(buckets)
         wait = self.builder.compute(
             f"{self.name}.wait", phase=t.Phase.BACKWARD, deps=[reduction.ops[-1] for reduction in reductions]
         )
@@ -806,22 +823,60 @@ class ProgramWriter:
         passes, _ = split_at_optimizer(self.graph, self.steps)
         return len(passes) - 1, passes[-1][2]
 
-    def _reduction(self, bucket: Bucket, number: int) -> _Reduction:
-        """Operations that fill and reduce a bucket, and the tensors that hold its gradients then."""
-        builder, options = self.builder, self.options
-        ops, held = [], []
-        for identity, tensor in bucket.tensors:
-            port = self._port(identity, tensor, WHOLE)
-            if self.last and options.zero < 2 and not adds_up(self.graph, tensor.id):
-                ops.append(add_to_gradient(builder, port, tensor.nbytes))
-            if not self._views:
-                role = t.TensorRole.ACTIVATION if options.zero == 2 else t.TensorRole.BUFFER
-                copy = builder.tensor(f"{tensor.name}.bucket", tensor.shape, tensor.dtype, role)
+    def _reductions(self, buckets: list[Bucket]) -> list[_Reduction]:
+        """Of each bucket the operations that fill and reduce it, and the tensors that hold its gradients then."""
+        tensors = [its for bucket in buckets for its in bucket.tensors]
+        if self._views:
+            ports = held = self._ports(tensors, WHOLE)
+        else:
+            ports, held = self._with_copies(tensors)
+        found, at = [], 0
+        for number, bucket in enumerate(buckets):
+            its = slice(at, at := at + len(bucket.tensors))
+            ops = self._fill([tensor for _, tensor in bucket.tensors], ports[its], held[its])
+            found.append(_Reduction(bucket=bucket, ops=ops, held=list(held[its])))
+            self._add_collectives(found[-1], number)
+        return found
+
+    def _with_copies(self, tensors: Sequence[tuple[int, t.Tensor]]) -> tuple[range, range]:
+        """Ports for gradients, and their places in buckets."""
+        role = t.TensorRole.ACTIVATION if self.options.zero == 2 else t.TensorRole.BUFFER
+        self.bindings += (self.job.tensor_id(identity, WHOLE) for identity, _ in tensors)
+        made = self.builder.tensors(
+            [tensor for _, tensor in tensors for _ in range(2)],
+            names=[name for _, tensor in tensors for name in (tensor.name, f"{tensor.name}.bucket")],
+            roles=[its for _, tensor in tensors for its in (tensor.role, role)],
+            ports=[True, False] * len(tensors),
+            sharded=[axes for _, tensor in tensors for axes in (tensor.sharded, ())],
+        )
+        return made[::2], made[1::2]
+
+    def _fill(self, tensors: Sequence[t.Tensor], ports: Sequence[int], held: Sequence[int]) -> list[int]:
+        """Adds gradients to those of the micro-batches before, and copies them into their bucket."""
+        kernels: list[tuple[str, tuple[int, ...], tuple[int, ...], int, int]] = []
+        adds, copies = self.last and self.options.zero < 2, not self._views
+        name = f"{self.name}.copy_to_bucket"
+        for tensor, port, copy in zip(tensors, ports, held, strict=True):
+            nbytes = tensor.nbytes
+            if adds and not self._adds_up(tensor.id):
+                kernels.append((ADD_TO_GRADIENT, (port,), (), 2 * nbytes, nbytes))
+            if copies:
                 # Buckets of whole gradients are there before the step, and written in place.
-                read, made = ((port,), (copy,)) if options.zero == 2 else ((port, copy), ())
-                ops.append(self._copy("copy_to_bucket", read, tensor.nbytes, made=made))
-                port = copy
-            held.append(port)
+                read, made = ((port,), (copy,)) if self.options.zero == 2 else ((port, copy), ())
+                kernels.append((name, read, made, nbytes, nbytes))
+        if not kernels:
+            return []
+        names, inputs, outputs, read_bytes, written = zip(*kernels, strict=True)
+        return list(
+            self.builder.computes(
+                names, phase=t.Phase.BACKWARD, inputs=inputs, outputs=outputs, bytes_read=read_bytes,
+                bytes_written=written,
+            )
+        )  # fmt: skip
+
+    def _add_collectives(self, reduction: _Reduction, number: int) -> None:
+        """Reduces a bucket, once it is filled."""
+        bucket, ops, held, options = reduction.bucket, reduction.ops, reduction.held, self.options
         scatter = options.zero > 0 and options.reduce_scatter
         kind = t.CollectiveKind.REDUCE_SCATTER if scatter else t.CollectiveKind.ALL_REDUCE
         within = self._within(bucket) if scatter else bucket.axes
@@ -831,7 +886,6 @@ class ProgramWriter:
             # Groups that divide the optimizer each for itself: their shards are added up.
             nbytes, kind = self._shard_bytes(bucket), t.CollectiveKind.ALL_REDUCE
             ops.append(self._collective(f"shards_{number}", kind, across, bucket, nbytes, held, ops[-1:]))
-        return _Reduction(bucket=bucket, ops=ops, held=held)
 
     def _collective(
         self, name: str, kind: t.CollectiveKind, axes: Sequence[str], bucket: Bucket, nbytes: int, held: list[int],
@@ -854,22 +908,25 @@ class ProgramWriter:
         if self._views:
             return []
         ops = []
-        for reduction in reductions:
-            if self.options.zero:
-                shards = [self._port(i, tensor, SHARDED) for i, tensor in reduction.bucket.tensors]
-                ops.append(
-                    self._copy("keep_shard", (*reduction.held, *shards), self._shard_bytes(reduction.bucket))
+        for reduction in reductions if self.options.zero else ():
+            shards = self._ports(reduction.bucket.tensors, SHARDED)
+            ops.append(self._copy("keep_shard", (*reduction.held, *shards), self._shard_bytes(reduction.bucket)))
+        if not self.options.zero:
+            copies = [(copy,) for reduction in reductions for copy in reduction.held]
+            nbytes = [tensor.nbytes for reduction in reductions for _, tensor in reduction.bucket.tensors]
+            names = [f"{self.name}.copy_from_bucket"] * len(copies)
+            return list(
+                self.builder.computes(
+                    names, phase=t.Phase.BACKWARD, inputs=copies, bytes_read=nbytes, bytes_written=nbytes
                 )
-            else:
-                tensors = zip(reduction.held, reduction.bucket.tensors, strict=True)
-                ops += [self._copy("copy_from_bucket", (copy,), tensor.nbytes) for copy, (_, tensor) in tensors]
+            )
         return ops
 
     def _add_shards(self, reductions: list[_Reduction]) -> list[int]:
         """Adds this rank's shards of the buckets to those of the micro-batches before."""
         ops = []
         for reduction in reductions:
-            shards = [self._port(i, tensor, SHARDED) for i, tensor in reduction.bucket.tensors]
+            shards = self._ports(reduction.bucket.tensors, SHARDED)
             nbytes = self._shard_bytes(reduction.bucket)
             ops.append(
                 self.builder.compute(
@@ -893,9 +950,13 @@ class ProgramWriter:
         if not alone or not self.last:
             return
         self._begin("unreduced")
-        ops = {
-            i: add_to_gradient(self.builder, self._port(i, tensor, WHOLE), tensor.nbytes) for i, tensor in alone
-        }
+        nbytes = [tensor.nbytes for _, tensor in alone]
+        made = self.builder.computes(
+            [ADD_TO_GRADIENT] * len(alone), phase=t.Phase.BACKWARD,
+            inputs=[(port,) for port in self._ports(alone, WHOLE)], bytes_read=[2 * each for each in nbytes],
+            bytes_written=nbytes,
+        )  # fmt: skip
+        ops = {i: op for (i, _), op in zip(alone, made, strict=True)}
         for micro_batch in sorted(ready)[1:] if self.options.zero == 2 else (self.last,):
             for identity, op in ops.items():
                 self._at(ready[micro_batch][identity].ready, [op])
@@ -931,16 +992,20 @@ class ProgramWriter:
 
     def _gather(self, bucket: Bucket, phase: t.Phase) -> int:
         """Gathers parameters in place: what the optimizer has just made of this rank's shards, or what it left."""
-        builder, shards, whole = self.builder, [], []
+        builder, job, late = self.builder, self.job, phase == t.Phase.OPTIMIZER
+        made, ports, alias_of = [], [], []
         for identity, tensor in bucket.tensors:
-            if phase == t.Phase.OPTIMIZER:
-                shards.append(self._port(self.updated[identity], tensor, SHARDED))
-            port = self._port(identity, tensor, WHOLE)
-            whole.append(
-                builder.tensor(
-                    tensor.name, tensor.shape, tensor.dtype, tensor.role, alias_of=port, sharded=tensor.sharded
-                )
-            )
+            if late:
+                self.bindings.append(job.tensor_id(self.updated[identity], SHARDED))
+                made.append(self._shard(tensor))
+            self.bindings.append(job.tensor_id(identity, WHOLE))
+            made += tensor, tensor
+        first, each = builder.tensor_count(), 3 if late else 2
+        for port in range(first + each - 2, first + len(made), each):
+            ports += [True] * (each - 1) + [False]
+            alias_of += [NONE] * (each - 1) + [port]
+        rows = builder.tensors(made, ports=ports, alias_of=alias_of)
+        shards, whole = rows[::each] if late else (), rows[each - 1 :: each]
         within = self._within(bucket)
         group, stream = axes_group(builder, within)
         return builder.collective(
@@ -966,14 +1031,23 @@ class ProgramWriter:
 
     # -- rows ----------------------------------------------------------------------------------------------
 
-    def _port(self, identity: int, tensor: t.Tensor, phase: t.Phase) -> int:
-        """A port for a tensor of the step, whole or this rank's shard."""
-        self.bindings.append(self.job.tensor_id(identity, phase))
-        divided = self.division.axes(tensor) if phase == SHARDED else ()
-        shape = self.division.shape(tensor) if phase == SHARDED else tensor.shape
-        return self.builder.tensor(
-            tensor.name, shape, tensor.dtype, tensor.role, port=True, sharded=(*tensor.sharded, *divided)
-        )
+    def _ports(self, tensors: Sequence[tuple[int, t.Tensor]], phase: t.Phase) -> range:
+        """Ports for tensors of the step, whole or this rank's shards."""
+        self.bindings += (self.job.tensor_id(identity, phase) for identity, _ in tensors)
+        made = [self._shard(tensor) if phase == SHARDED else tensor for _, tensor in tensors]
+        return self.builder.tensors(made, ports=[True] * len(made))
+
+    def _shard(self, tensor: t.Tensor) -> t.Tensor:
+        """This rank's shard of a tensor."""
+        if tensor.id not in self._shards:
+            sharded = (*tensor.sharded, *self.division.axes(tensor))
+            self._shards[tensor.id] = replace(tensor, shape=self.division.shape(tensor), sharded=sharded)
+        return self._shards[tensor.id]
+
+    def _adds_up(self, row: int) -> bool:
+        if row not in self._adding:
+            self._adding[row] = adds_up(self.graph, row)
+        return self._adding[row]
 
     def _copy(self, name: str, inputs: tuple[int, ...], nbytes: int, made: tuple[int, ...] = ()) -> int:
         return self.builder.compute(
