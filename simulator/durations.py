@@ -76,8 +76,15 @@ def durations(
     estimates: dict[int, CollectiveEstimate] = {}
     ask = estimate or (network or NetworkModel(cluster)).time
     communicates = np.isin(job.ops.kind, COMMUNICATIONS)
-    for row in np.flatnonzero(communicates & ((picoseconds == NONE) | (estimate is not None))).tolist():
-        found = estimates[row] = ask(kind_of(job, row), int(job.ops.nbytes[row]), _first_ranks(job, row))
+    same: dict[tuple[int, ...], CollectiveEstimate] = {}
+    columns = job.ops.kind, job.ops.variant, job.ops.group, job.ops.nbytes
+    rows = np.flatnonzero(communicates & ((picoseconds == NONE) | (estimate is not None)))
+    for row, *key in zip(rows.tolist(), *(column[rows].tolist() for column in columns), strict=True):
+        # Where a message goes depends on the program that runs it.
+        what = (*key, NONE if key[0] == OpKind.COLLECTIVE else row)
+        if what not in same:
+            same[what] = ask(kind_of(job, row), key[3], _first_ranks(job, row))
+        found = estimates[row] = same[what]
         if picoseconds[row] == NONE:
             picoseconds[row], source[row], spread[row] = to_ps(found.seconds), Source.FITTED, found.spread
             algorithm[row] = f"{found.algorithm}/{found.protocol}"

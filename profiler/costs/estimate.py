@@ -128,32 +128,44 @@ def estimate(
     known[graph.ops.duration.rows[graph.ops.duration_source == Source.IMPORTED]] = 0
     works = np.isin(graph.ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~graph.ops.is_view & (known == NONE)
     rows = np.flatnonzero(works).tolist()
-    memo: Known = {}
     costs = {} if known_costs is None else known_costs
-    cores: list[str] = []
-    for row, key in zip(rows, _signatures(graph, rows), strict=True):
-        if key not in memo:
-            op = graph.ops[row]
-            assert isinstance(op, Compute | Copy)
-            operands = [graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]
-            what = _identity(op, operands)
-            if what not in costs:
-                costs[what] = cost_of(op, operands, device), _core(op, operands)
-            memo[key] = costs[what]
-        cost, core = memo[key]
-        cores.append(core)
-        if not float(cost.seconds) < LONGEST_S:
-            raise GraphError(
-                f"operation {graph.ops[row].name}: would take over {LONGEST_S / 86400:.0f} days on {device.name}"
-            )
-        picoseconds[row] = to_ps(float(cost.seconds))
-        source[row] = Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL
-        spread[row] = cost.spread
+    alike, number_of = _alike(graph, rows)
+    found = [_known(graph, row, device, costs) for row in alike]
     at = np.asarray(rows, np.int64)
+    picoseconds[at] = np.array([to_ps(float(cost.seconds)) for cost, _ in found], np.int64)[number_of]
+    fitted = [Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL for cost, _ in found]
+    source[at] = np.array(fitted, np.uint8)[number_of]
+    spread[at] = np.array([cost.spread for cost, _ in found], np.float32)[number_of]
+    cores = [found[number][1] for number in number_of.tolist()]
     picoseconds = _sustained(graph, device, at, cores, picoseconds)
     paced = at[np.array([bool(core) for core in cores], bool)]
     picoseconds[paced] = np.rint(picoseconds[paced] * slower).astype(np.int64)
     return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
+
+
+def _alike(graph: Graph, rows: list[int]) -> tuple[list[int], Int64]:
+    """Operations that differ in what their cost depends on, and for each operation which of them it is like."""
+    numbers: dict[Hashable, int] = {}
+    number_of = [numbers.setdefault(key, len(numbers)) for key in _signatures(graph, rows)]
+    first = dict(zip(reversed(number_of), reversed(rows), strict=True))
+    return [first[number] for number in range(len(numbers))], np.array(number_of, np.int64)
+
+
+def _known(graph: Graph, row: int, device: DeviceProfile, costs: Known) -> tuple[CostEstimate, str]:
+    """What an operation costs, and the peak that its tensor cores work at, asked for where it is not known.
+
+    Raises:
+        GraphError: it takes longer than the clock counts, or its operands contradict each other.
+    """
+    op = graph.ops[row]
+    assert isinstance(op, Compute | Copy)
+    operands = [graph.tensor(i) for i in op.inputs], [graph.tensor(i) for i in op.outputs]
+    what = _identity(op, operands)
+    if what not in costs:
+        costs[what] = cost_of(op, operands, device), _core(op, operands)
+    if not float(costs[what][0].seconds) < LONGEST_S:
+        raise GraphError(f"operation {op.name}: would take over {LONGEST_S / 86400:.0f} days on {device.name}")
+    return costs[what]
 
 
 def _sustained(graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[str], picoseconds: Int64) -> Int64:
@@ -236,11 +248,11 @@ def _signatures(graph: Graph, rows: list[int]) -> Iterator[Hashable]:
     types: dict[Hashable, int] = {}
     shapes, ends = tensors.shape.values.tolist(), tensors.shape.offsets.tolist()
     spans = zip(tensors.dtype.tolist(), ends, ends[1:], strict=False)
-    of = [types.setdefault((dtype, *shapes[low:high]), len(types)) for dtype, low, high in spans]
+    of = np.array([types.setdefault((dtype, *shapes[low:high]), len(types)) for dtype, low, high in spans], np.int64)
     columns = (ops.kind, ops.name, ops.phase, ops.attributes, ops.bytes_read, ops.bytes_written, ops.nbytes)
+    sides = [(of[side.values].tolist(), side.offsets.tolist()) for side in (ops.inputs, ops.outputs)]
     for row, *rest in zip(rows, *(column[rows].tolist() for column in columns), strict=True):
-        inputs, outputs = (tuple(of[i] for i in side[row].tolist()) for side in (ops.inputs, ops.outputs))
-        yield *rest, inputs, outputs
+        yield *rest, *(tuple(its[begin[row] : begin[row + 1]]) for its, begin in sides)
 
 
 def _identity(op: Compute | Copy, operands: _InOut) -> Hashable:
