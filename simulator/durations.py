@@ -153,7 +153,7 @@ def _use_imported(job: JobGraph, picoseconds: Int64, source: UInt8, spread: Floa
 
 def kind_of(job: JobGraph, row: int) -> CollectiveName:
     """What a communication is for the network's model."""
-    if job.ops.kind[row] != OpKind.COLLECTIVE:
+    if job.ops.kinds[row] != OpKind.COLLECTIVE:
         return "send_recv"
     return _KINDS.get(int(job.ops.variant[row]), "broadcast")
 
@@ -161,7 +161,7 @@ def kind_of(job: JobGraph, row: int) -> CollectiveName:
 def _first_ranks(job: JobGraph, row: int) -> Sequence[int]:
     """The ranks of a communication in the first group of its kind: those whose other coordinates are 0."""
     group = job.groups[int(job.ops.group[row])]
-    return job.group_ranks(group) if job.ops.kind[row] == OpKind.COLLECTIVE else _pair(job, group, row)
+    return job.group_ranks(group) if job.ops.kinds[row] == OpKind.COLLECTIVE else _pair(job, group, row)
 
 
 def _pair(job: JobGraph, group: Group, row: int) -> Sequence[int]:

@@ -71,11 +71,11 @@ def rendezvous_key(job: JobGraph, number: int, row: int) -> object:
     # An explicit group is one set of ranks, whatever the places of its members.
     fixed = tuple(sorted((a, v) for a, v in program.coordinates.items() if group.axes and a not in group.axes))
     key: tuple[object, ...] = (group_index, fixed)
-    if ops.kind[row] == OpKind.COLLECTIVE:
+    if ops.kinds[row] == OpKind.COLLECTIVE:
         return key
     here = place_in_group(job, group, program)
     there = (here + int(ops.peer[row])) % job.group_size(group)
-    sender, receiver = (here, there) if ops.kind[row] == OpKind.SEND else (there, here)
+    sender, receiver = (here, there) if ops.kinds[row] == OpKind.SEND else (there, here)
     return (*key, sender, receiver, int(ops.tag[row]))
 
 
@@ -83,9 +83,9 @@ def _within(job: JobGraph, number: int, row: int) -> object:
     """The key of sends and receives between the ranks of one role, by how far they go."""
     ops, program = job.ops, job.programs[number]
     group = job.groups[int(ops.group[row])]
-    if ops.kind[row] == OpKind.COLLECTIVE or not group.axes or set(group.axes) & program.coordinates.keys():
+    if ops.kinds[row] == OpKind.COLLECTIVE or not group.axes or set(group.axes) & program.coordinates.keys():
         return None
-    towards = int(ops.peer[row]) if ops.kind[row] == OpKind.SEND else -int(ops.peer[row])
+    towards = int(ops.peer[row]) if ops.kinds[row] == OpKind.SEND else -int(ops.peer[row])
     return number, int(ops.group[row]), towards % job.group_size(group), int(ops.tag[row])
 
 

@@ -45,9 +45,9 @@ bound by both.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import groupby
 from math import ceil, inf, lcm, prod
 from typing import ClassVar
@@ -59,7 +59,7 @@ from echograph.ir import graph as g
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
 from echograph.ir.columns import NONE, distinct
-from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph
+from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph, kept
 from echograph.ir.passes.model import (
     DATA,
     REPLICATE,
@@ -156,7 +156,7 @@ class Division:
     def origin(self, row: int) -> int:
         """The tensor that a tensor has its value from, in the first instance of its block."""
         if row not in self._origin:
-            number = int(np.searchsorted([b.tensors.stop for b in self.graph.blocks], row, side="right"))
+            number = bisect_right(self.graph.blocks, row, key=lambda block: block.tensors.stop)
             bound = bool(self.graph.blocks[number].instances)
             self._origin[row] = self.graph.value(number, 0, row)[2] if bound else row
         return self._origin[row]
@@ -168,7 +168,7 @@ class Division:
     def of_optimizer(self, row: int) -> bool:
         """Whether an operation of the optimizer makes a tensor's value."""
         maker = int(self.graph.maker[self.origin(row)])
-        return maker != NONE and bool(self.graph.ops.phase[maker] == t.Phase.OPTIMIZER)
+        return maker != NONE and bool(self.graph.ops.phases[maker] == t.Phase.OPTIMIZER)
 
     def cut(self, row: int) -> bool:
         """Whether the optimizer's tensor is a shard; what it makes is, where it is as large as what it reads."""
@@ -264,13 +264,15 @@ class ShardedBlock:
         """Writes all rows."""
         first_tensor, first_op = self.builder.tensor_count(), self.builder.op_count()
         graph, number = self.graph, self.block.ops
-        late = [row for row in number if graph.ops.phase[row] == SHARDED]
-        for rows, alike in _stretches(self.block.tensors, self._apart(late)):
+        late = (number.start + np.flatnonzero(graph.ops.phase[number.start : number.stop] == SHARDED)).tolist()
+        apart = self._apart(late)
+        uses = self._uses(apart)
+        for rows, alike in _stretches(self.block.tensors, apart):
             if alike:
                 self._copy_tensors(rows)
                 continue
             for row in rows:
-                for phase in self._uses.get(row) or (self._unused(row),):
+                for phase in uses.get(row) or (self._unused(row),):
                     self.use(row, phase)
                 if row in self.division.gradients:
                     self.use(row, SHARDED)
@@ -332,23 +334,22 @@ class ShardedBlock:
 
     def phase(self, row: int) -> t.Phase:
         """Whether an operation works on shards (`SHARDED`) or on whole tensors."""
-        return SHARDED if self.graph.ops.phase[row] == t.Phase.OPTIMIZER else WHOLE
+        return SHARDED if self.graph.ops.phases[row] == SHARDED else WHOLE
 
-    @cached_property
-    def _uses(self) -> dict[int, list[t.Phase]]:
-        """The phases that use each tensor."""
-        uses: dict[int, list[t.Phase]] = {}
+    def _uses(self, tensors: Collection[int]) -> dict[int, list[t.Phase]]:
+        """The phases that use each of some tensors."""
+        uses: dict[int, list[t.Phase]] = {row: [] for row in tensors}
         inputs, outputs = self.graph.ops.inputs, self.graph.ops.outputs
-        for row in self.block.ops:
-            phase = self.phase(row)
-            for index in (*inputs.row(row), *outputs.row(row)):
-                found = uses.setdefault(index, [])
-                if (variant := self.variant(index, phase)) not in found:
-                    found.append(variant)
+        for row in self.block.ops if tensors else ():
+            touched = [index for index in (*inputs.row(row), *outputs.row(row)) if index in uses]
+            phase = self.phase(row) if touched else WHOLE
+            for index in touched:
+                if (variant := self.variant(index, phase)) not in uses[index]:
+                    uses[index].append(variant)
         return uses
 
     def _unused(self, row: int) -> t.Phase:
-        state = self.graph.tensors.role[row] == t.TensorRole.OPTIMIZER_STATE
+        state = self.graph.tensors.roles[row] == t.TensorRole.OPTIMIZER_STATE
         return SHARDED if state else WHOLE
 
     def variant(self, row: int, phase: t.Phase) -> t.Phase:
@@ -482,7 +483,7 @@ class ShardedGraph:
         for made, block in zip(blocks, graph.blocks, strict=True):
             ports = {row for row, _ in made.ports}
             mine = [row for row in made.tensor_rows if row not in ports]
-            self._own.append({row: position for position, row in enumerate(mine)})
+            self._own.append(dict(zip(mine, range(len(mine)), strict=True)))
             self._firsts.append(start)
             self._op_firsts.append(op_start)
             start += len(mine) * len(block.instances)
@@ -1199,15 +1200,18 @@ class _Block(ShardedBlock):
 
     def phase(self, row: int) -> t.Phase:
         """Whether an operation works on shards or on whole tensors."""
-        whole = t.TensorRole.GRADIENT in self.views and self._exchanges(row)
-        return t.Phase.FORWARD if whole else super().phase(row)
+        whole = t.TensorRole.GRADIENT in self.views and row in _exchanges(self.graph)
+        return WHOLE if whole else super().phase(row)
 
-    def _exchanges(self, row: int) -> bool:
-        ops, graph = self.graph.ops, self.graph
-        if ops.kind[row] != t.OpKind.COMPUTE:
-            return True
-        makers = [int(graph.maker[i]) for i in ops.inputs.row(row)]
-        return any(maker != NONE and ops.kind[maker] == t.OpKind.RECV for maker in makers)
+
+@kept
+def _exchanges(graph: Graph) -> frozenset[int]:
+    """Operations that are no kernels, or read what was received."""
+    ops = graph.ops
+    maker = graph.maker[ops.inputs.values]
+    received = (maker != NONE) & (ops.kind[maker] == t.OpKind.RECV)
+    others = np.flatnonzero(ops.kind != t.OpKind.COMPUTE)
+    return frozenset((*ops.inputs.rows[received].tolist(), *others.tolist()))
 
 
 def check_sizes(replicas: int, micro_batches: int, staged: bool) -> None:

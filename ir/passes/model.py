@@ -94,7 +94,7 @@ def adds_up(graph: Graph, gradient: int) -> bool:
     """Whether a gradient is added to a buffer where it is made, so that micro-batches add up by themselves."""
     root = int(graph.root[gradient])
     owned = graph.maker[root] == NONE and not graph.tensors.port[root]
-    return bool(owned and graph.tensors.role[root] == t.TensorRole.GRADIENT)
+    return bool(owned and graph.tensors.roles[root] == t.TensorRole.GRADIENT)
 
 
 def _read_by_optimizer(graph: Graph) -> np.ndarray:
@@ -244,7 +244,7 @@ def overflow_flags(graph: Graph) -> list[int]:
     """
     rows = [row for row in _optimizer_rows(graph) if graph.strings[graph.ops.name[row]] == _UNSCALE]
     reductions = (
-        [row for row in _optimizer_rows(graph) if graph.ops.kind[row] == OpKind.COLLECTIVE] if rows else []
+        [row for row in _optimizer_rows(graph) if graph.ops.kinds[row] == OpKind.COLLECTIVE] if rows else []
     )
     places: set[tuple[int, int, int]] = set()
     handed_on: set[tuple[int, int, int] | None] = set()
@@ -281,10 +281,10 @@ def _reads_any(graph: Graph, row: int, wanted: frozenset[int]) -> bool:
     while left:
         block, instance, reader = left.pop()
         for index in graph.ops.inputs.row(reader):
-            if graph.tensors.role[index] == TensorRole.GRADIENT:
+            if graph.tensors.roles[index] == TensorRole.GRADIENT:
                 continue
             place = graph.source(block, instance, index)
-            if place is None or place[2] in seen or graph.ops.phase[place[2]] != Phase.OPTIMIZER:
+            if place is None or place[2] in seen or graph.ops.phases[place[2]] != Phase.OPTIMIZER:
                 continue
             if place[2] in wanted:
                 return True
@@ -323,7 +323,7 @@ def find_layers(graph: StepGraph) -> list[Layer]:
     found: dict[tuple[int, int, str], list[int]] = {}
     for block, begin, end, instance, _ in graph.programs[0].calls.tolist():
         for row in range(begin, end):
-            if graph.ops.phase[row] != t.Phase.FORWARD:
+            if graph.ops.phases[row] != t.Phase.FORWARD:
                 continue
             name = "" if block else _layer_name(graph.strings[graph.ops.module[row]], stems)
             if block or name:
@@ -415,7 +415,7 @@ def _of_program(graph: Graph, program: Program) -> tuple[int, int]:
 def _of_attention(graph: Graph, block: int, instance: int, row: int) -> int:
     """What attention needs: of a backward one, twice what its forward takes."""
     forward = int(graph.ops.forward_op[row])
-    if graph.ops.phase[row] != Phase.BACKWARD or forward == NONE:
+    if graph.ops.phases[row] != Phase.BACKWARD or forward == NONE:
         return int(graph.ops.flops[row])
     if forward < NONE:
         bound = graph.blocks[block].instances[instance].op_bindings[NONE - 1 - forward]
