@@ -746,8 +746,8 @@ class ProgramWriter:
         alone = [x for x in gradients if not adds_up(self.graph, x.tensor)]
         if not alone:
             return
-        tensors = ((self.graph.tensor(x.tensor), self.job.tensor_id(x.tensor_id, WHOLE)) for x in alone)
-        call = accumulate(self.builder, tensors)
+        whole = ((self.graph.tensor(x.tensor), self.job.tensor_id(x.tensor_id, WHOLE)) for x in alone)
+        call = accumulate(self.builder, ((tensor, tensor.name, tensor_id) for tensor, tensor_id in whole))
         for micro_batch in adding:
             number = (micro_batch + 1) * self.pass_length - 1
             self.accumulations[number, self.steps[number][2]] = in_micro_batch([call], micro_batch)[0]

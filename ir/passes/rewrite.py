@@ -74,23 +74,27 @@ def copy_tables(builder: GraphBuilder, graph: Graph) -> None:
             builder.instance(number, instance.label, bindings=instance.bindings, op_bindings=instance.op_bindings)
 
 
-def accumulate(builder: GraphBuilder, gradients: Iterable[tuple[Tensor, int]]) -> Call:
+def accumulate(builder: GraphBuilder, gradients: Iterable[tuple[Tensor, str, int]]) -> Call:
     """A block that adds a micro-batch's gradients to those of the ones before it; returns the call of it.
 
     Args:
         builder: gets the block.
-        gradients: each with its tensor id.
+        gradients: each with its name and its tensor id.
     """
     made = list(gradients)
     block = builder.begin_block(ACCUMULATE)
     begin = builder.op_count()
-    ports = builder.tensors([tensor for tensor, _ in made], ports=[True] * len(made))
-    nbytes = [tensor.nbytes for tensor, _ in made]
+    ports = builder.tensors(
+        [tensor for tensor, _, _ in made],
+        names=[name for _, name, _ in made],
+        ports=[True] * len(made),
+    )
+    nbytes = [tensor.nbytes for tensor, _, _ in made]
     builder.computes(
         [ADD_TO_GRADIENT] * len(made), phase=Phase.BACKWARD, inputs=[(port,) for port in ports],
         bytes_read=[2 * each for each in nbytes], bytes_written=nbytes,
     )  # fmt: skip
-    builder.instance(block, bindings=[tensor_id for _, tensor_id in made])
+    builder.instance(block, bindings=[tensor_id for _, _, tensor_id in made])
     return block, begin, builder.op_count(), 0, 0
 
 
