@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, islice
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -92,6 +93,11 @@ class _RaggedColumn:
     def append(self, row: Iterable[int]) -> None:
         self.values.items.extend(row)
         self.offsets.items.append(len(self.values.items))
+
+    def many(self, rows: Sequence[Sequence[int]]) -> None:
+        """Appends rows."""
+        self.values.items.extend(chain.from_iterable(rows))
+        self.offsets.items.extend(islice(accumulate(map(len, rows), initial=self.offsets.items[-1]), 1, None))
 
     def extend(self, lengths: Int64, values: npt.ArrayLike) -> None:
         """Appends rows of these lengths, given one after the other."""
@@ -235,10 +241,9 @@ class GraphBuilder:
         plain["role"].items.extend(roles or [each.role for each in made])
         plain["alias_of"].items.extend(alias_of or [NONE] * len(made))
         plain["port"].items.extend(ports or [False] * len(made))
-        for each in made:
-            ragged["shape"].append(each.shape)
-        for axes in sharded or [each.sharded for each in made]:
-            ragged["sharded"].append([self.string(axis) for axis in axes])
+        ragged["shape"].many([each.shape for each in made])
+        axes = sharded or [each.sharded for each in made]
+        ragged["sharded"].many([[self.string(axis) for axis in its] for its in axes])
         return range(first, self.tensor_count())
 
     def computes(
@@ -268,10 +273,8 @@ class GraphBuilder:
                 self._o[name].items.extend(values)
         except OverflowError:
             raise GraphError(_BEYOND.format(operators[0])) from None
-        for rows in inputs:
-            self._inputs.append(rows)
-        for rows in outputs or [()] * count:
-            self._outputs.append(rows)
+        self._inputs.many(inputs)
+        self._outputs.many(outputs or [()] * count)
         self._deps.offsets.items.extend([len(self._deps.values.items)] * count)
         self._duration.offsets.items.extend([len(self._duration.values.items)] * count)
         return range(first, self.op_count())
@@ -606,11 +609,15 @@ def copy_rows(
     """
     tensors = np.arange(len(graph.tensors)) + (builder.tensor_count() - block.tensors.start)
     ops = np.arange(len(graph.ops)) + (builder.op_count() - block.ops.start)
-    copy_tensors(builder, graph, np.arange(block.tensors.start, block.tensors.stop), tensors)
-    copy_ops(builder, graph, np.arange(block.ops.start, block.ops.stop), tensors, ops, attributes)
+    copy_tensors(builder, graph, block.tensors, tensors)
+    copy_ops(builder, graph, block.ops, tensors, ops, attributes)
 
 
-def copy_tensors(builder: GraphBuilder, graph: Graph, rows: Int64, tensors: Int64) -> None:
+Rows = Int64 | range
+"""Rows of a table, in the order in which they are to stand."""
+
+
+def copy_tensors(builder: GraphBuilder, graph: Graph, rows: Rows, tensors: Int64) -> None:
     """Copies tensors into the open block.
 
     Args:
@@ -630,7 +637,7 @@ def copy_tensors(builder: GraphBuilder, graph: Graph, rows: Int64, tensors: Int6
 def copy_ops(
     builder: GraphBuilder,
     graph: Graph,
-    rows: Int64,
+    rows: Rows,
     tensors: Int64,
     ops: Int64,
     attributes: Mapping[int, t.Attributes] = MappingProxyType({}),
@@ -659,7 +666,7 @@ def copy_ops(
 def _copy(
     table: object,
     columns: Mapping[str, Column],
-    rows: Int64,
+    rows: Rows,
     plain: Mapping[str, _Column],
     ragged: Mapping[str, _RaggedColumn],
     stored: Mapping[Holds, Callable[[Any], Any]],
@@ -672,15 +679,22 @@ def _copy(
             values = np.asarray(old.values[where], np.int64)
             ragged[name].extend(lengths, stored[column.holds](values) if len(values) else values)
         elif column.of:
-            where = _places(getattr(table, column.of), rows)[1]
-            if len(where):
-                plain[name].extend(stored[column.holds](old[where]))
+            values = old[_places(getattr(table, column.of), rows)[1]]
+            if len(values):
+                plain[name].extend(stored[column.holds](values))
         else:
-            plain[name].extend(stored[column.holds](old[rows]))
+            plain[name].extend(stored[column.holds](old[_index(rows)]))
 
 
-def _places(ragged: Ragged, rows: Int64) -> tuple[Int64, Int64]:
+def _index(rows: Rows) -> Int64 | slice:
+    return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+
+
+def _places(ragged: Ragged, rows: Rows) -> tuple[Int64, Int64 | slice]:
     """How many values some rows have, and where they stand."""
+    if isinstance(rows, range):
+        ends = ragged.offsets[rows.start : rows.stop + 1]
+        return np.diff(ends), slice(int(ends[0]), int(ends[-1]))
     begin = ragged.offsets[rows]
     lengths = ragged.offsets[rows + 1] - begin
     before = np.cumsum(lengths) - lengths
@@ -688,7 +702,7 @@ def _places(ragged: Ragged, rows: Int64) -> tuple[Int64, Int64]:
 
 
 def _strings(
-    builder: GraphBuilder, graph: Graph, table: object, columns: Mapping[str, Column], rows: Int64
+    builder: GraphBuilder, graph: Graph, table: object, columns: Mapping[str, Column], rows: Rows
 ) -> Int64:
     """For every string of the graph, its index in the builder; those of rows are added in the order of use."""
     known, found = builder._copied.get(id(graph), (None, None))
@@ -702,7 +716,7 @@ def _strings(
     return found
 
 
-def _texts(table: object, columns: Mapping[str, Column], rows: Int64) -> Iterator[tuple[Any, Int64]]:
+def _texts(table: object, columns: Mapping[str, Column], rows: Rows) -> Iterator[tuple[Any, Int64]]:
     """(strings; rows, counted from the first) of every column that holds strings."""
     every = np.arange(len(rows))
     for name, column in columns.items():
@@ -710,7 +724,7 @@ def _texts(table: object, columns: Mapping[str, Column], rows: Int64) -> Iterato
             values = getattr(table, name)
             ragged: Ragged | None = values if column.ragged else getattr(table, column.of) if column.of else None
             if ragged is None:
-                yield values[rows], every
+                yield values[_index(rows)], every
                 continue
             lengths, where = _places(ragged, rows)
             yield (values.values if column.ragged else values)[where], np.repeat(every, lengths)
@@ -728,9 +742,9 @@ def _first_uses(values: Int64) -> list[int]:
     return found
 
 
-def _attributes(builder: GraphBuilder, graph: Graph, rows: Int64, others: Mapping[int, t.Attributes]) -> Int64:
-    old = np.asarray(graph.ops.attributes[rows], np.int64)
-    mine = [(at, others[row]) for at, row in enumerate(rows.tolist()) if row in others] if others else []
+def _attributes(builder: GraphBuilder, graph: Graph, rows: Rows, others: Mapping[int, t.Attributes]) -> Int64:
+    old = np.array(graph.ops.attributes[_index(rows)], np.int64)
+    mine = [(at, others[row]) for at, row in enumerate(map(int, rows)) if row in others] if others else []
     old[[at for at, _ in mine]] = NONE
     new = np.full(len(graph.ops.attribute_values) + 1, NONE, np.int64)
     for index in _first_uses(old):

@@ -111,6 +111,7 @@ class Division:
     copies: tuple[str, ...] = ()
     flat: bool = False
     none: bool = False
+    _axes: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)
     _origin: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _cut: dict[int, bool] = field(default_factory=dict, init=False, repr=False)
 
@@ -118,7 +119,10 @@ class Division:
         """The axes over which a tensor becomes divided; a scalar is not."""
         if self.none or not tensor.shape:
             return ()
-        return tuple(a for a in reduction_axes(self.mesh, tensor.sharded) if a not in self.copies)
+        if tensor.sharded not in self._axes:
+            found = reduction_axes(self.mesh, tensor.sharded)
+            self._axes[tensor.sharded] = tuple(axis for axis in found if axis not in self.copies)
+        return self._axes[tensor.sharded]
 
     @property
     def all_axes(self) -> tuple[str, ...]:
@@ -309,7 +313,7 @@ class ShardedBlock:
                 self.use(row, WHOLE)
         first, new = self.builder.tensor_count(), self._new_rows()
         new[rows.start : rows.stop] = first + np.arange(len(rows))
-        copy_tensors(self.builder, self.graph, np.arange(rows.start, rows.stop), new)
+        copy_tensors(self.builder, self.graph, rows, new)
         self.written.tensors |= {(row, WHOLE): made for made, row in enumerate(rows, first)}
         ports = self.graph.tensors.port[rows.start : rows.stop]
         self.written.ports += ((first + at, (rows[at], WHOLE)) for at in np.flatnonzero(ports).tolist())
@@ -320,7 +324,7 @@ class ShardedBlock:
         for row in range(self.block.ops.start, rows.start):
             ops[row] = self.ops[row].start
         ops[rows.start : rows.stop] = first + np.arange(len(rows))
-        copy_ops(self.builder, self.graph, np.arange(rows.start, rows.stop), self._new_rows(), ops)
+        copy_ops(self.builder, self.graph, rows, self._new_rows(), ops)
         self.ops |= {row: range(made, made + 1) for made, row in enumerate(rows, first)}
 
     def finish(self, first_tensor: int, first_op: int) -> Written:

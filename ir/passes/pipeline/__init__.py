@@ -129,7 +129,7 @@ class Layers:
         launches = rows[np.isin(graph.ops.attributes[rows], shares)].tolist()
         led = {row: with_lead(graph.ops[row], leads=row in made.leads) for row in launches}
         attributes = {row: op.attributes for row, op in led.items() if isinstance(op, t.Compute) and op.attributes}
-        copy_tensors(builder, graph, np.arange(block.tensors.start, block.tensors.stop), tensors)
+        copy_tensors(builder, graph, block.tensors, tensors)
         copy_ops(builder, graph, rows, tensors, ops, attributes)
 
     def number(self, first_id: int, first_op_id: int) -> tuple[int, int]:
