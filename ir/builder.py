@@ -262,7 +262,6 @@ class GraphBuilder:
             GraphError: bytes beyond 64 bits.
         """
         first, count = self.op_count(), len(operators)
-        self.fill_ops()
         given = {
             "kind": [t.OpKind.COMPUTE] * count, "name": [self.string(name) for name in operators],
             "phase": [phase] * count, "module": [0] * count, "stream": [0] * count,
@@ -270,6 +269,7 @@ class GraphBuilder:
         }  # fmt: skip
         try:
             for name, values in given.items():
+                self._o[name].fill(first)
                 self._o[name].items.extend(values)
         except OverflowError:
             raise GraphError(_BEYOND.format(operators[0])) from None
