@@ -32,7 +32,7 @@ import numpy as np
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.columns import NONE
+from echograph.ir.columns import NONE, distinct
 from echograph.ir.graph import Axis, Graph, JobGraph, Program, StepGraph, kept
 from echograph.ir.passes.rewrite import Call
 from echograph.ir.types import Attention, OpKind, Phase, TensorRole
@@ -140,7 +140,7 @@ def updated_parameters(graph: Graph, calls: Sequence[Call]) -> dict[int, int]:
     outputs, inverse = graph.ops.outputs, graph.tensors.role == t.TensorRole.PARAMETER
     updates = (graph.ops.phase[outputs.rows] == t.Phase.OPTIMIZER) & inverse[outputs.values]
     found: dict[int, int] = {}
-    for _, (block, _, _, instance, _), op in _runs_of(calls, np.unique(outputs.rows[updates])):
+    for _, (block, _, _, instance, _), op in _runs_of(calls, distinct(outputs.rows[updates])):
         for row in outputs.row(op):
             if inverse[row]:
                 found[memory(graph, block, instance, row)] = graph.tensor_id(block, instance, row)
@@ -155,7 +155,7 @@ def first_reads(graph: Graph, calls: Sequence[Call], memories: set[int]) -> dict
     found: dict[int, ProgramPoint] = {}
     first = min((call[4] for call in calls), default=0)
     for number, (block, _, _, instance, _), op in _runs_of(
-        calls, np.unique(inputs.rows[forward[parameter]]), first
+        calls, distinct(inputs.rows[forward[parameter]]), first
     ):
         for row in inputs.row(op):
             if graph.tensors.role[graph.root[row]] == t.TensorRole.PARAMETER:
@@ -388,7 +388,7 @@ def count_job_flops(job: JobGraph) -> JobGraph:
     # Samples are counted in micro-batches of every replica.
     replicas = int(np.prod([axis.size for axis in job.mesh if axis.name != _STAGES], dtype=np.int64))
     counts = [np.array(_of_program(job, p), object) * job.rank_count(n) for n, p in enumerate(job.programs)]
-    batches = replicas * max((len(np.unique(p.calls[:, 4])) for p in job.programs), default=1)
+    batches = replicas * max((len(distinct(p.calls[:, 4])) for p in job.programs), default=1)
     counted, causal = (int(n) // batches for n in sum(counts, np.zeros(2, object)))
     return replace(job, workload=replace(job.workload, model_flops=counted, causal_attention_flops=causal))
 
