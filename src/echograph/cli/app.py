@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def run(app: typer.Typer, name: str) -> None:
                 stream.reconfigure(errors="backslashreplace")
     try:
         with _terminable():
-            status = _command_of(app)(prog_name=name, standalone_mode=False)
+            status = _command_of(app, *sys.argv[1:2])(prog_name=name, standalone_mode=False)
             if status == EXIT_INTERRUPTED:
                 raise KeyboardInterrupt  # of which Typer made this status
             if sys.stdout is not None:
@@ -88,11 +89,29 @@ def run(app: typer.Typer, name: str) -> None:
 
 
 @cache
-def _command_of(app: typer.Typer) -> Callable[..., object]:
-    """The commands and options of an app: looking through all of their annotations takes a while."""
-    command = typer.main.get_command(app)
+def _command_of(app: typer.Typer, word: str = "") -> Callable[..., object]:
+    """The commands and options of an app: looking through all of their annotations takes a while.
+
+    Args:
+        app: the app.
+        word: the first of the command line; where it names a command, that one alone is made.
+    """
+    command = typer.main.get_command(_asked(app, word))
     read_plainly(command)
     return command
+
+
+def _asked(app: typer.Typer, word: str) -> typer.Typer:
+    named = [its for its in app.registered_commands if (its.name or _name_of(its.callback)) == word != ""]
+    if not named:
+        return app
+    alone = copy(app)
+    alone.registered_commands, alone.registered_groups = named, []
+    return alone
+
+
+def _name_of(function: Callable[..., Any] | None) -> str:
+    return "" if function is None else function.__name__.lower().replace("_", "-")
 
 
 class _Terminated(BaseException):
