@@ -262,7 +262,7 @@ class GraphBuilder:
             GraphError: bytes beyond 64 bits.
         """
         first, count = self.op_count(), len(operators)
-        given = {
+        given: dict[str, Sequence[int]] = {
             "kind": [t.OpKind.COMPUTE] * count, "name": [self.string(name) for name in operators],
             "phase": [phase] * count, "module": [0] * count, "stream": [0] * count,
             "bytes_read": bytes_read, "bytes_written": bytes_written,

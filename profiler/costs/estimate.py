@@ -264,7 +264,9 @@ def _signatures(graph: Graph, rows: list[int]) -> tuple[list[Signature], list[Ha
     types: dict[Hashable, int] = {}
     shapes, ends = tensors.shape.values.tolist(), tensors.shape.offsets.tolist()
     spans = zip(tensors.dtype.tolist(), ends, ends[1:], strict=False)
-    of = np.array([types.setdefault((dtype, *shapes[low:high]), len(types)) for dtype, low, high in spans], np.int64)
+    of = np.array(
+        [types.setdefault((dtype, *shapes[low:high]), len(types)) for dtype, low, high in spans], np.int64
+    )
     columns = (ops.kind, ops.name, ops.phase, ops.attributes, ops.bytes_read, ops.bytes_written, ops.nbytes)
     (of_in, begin), (of_out, start) = (
         (of[side.values].tolist(), side.offsets.tolist()) for side in (ops.inputs, ops.outputs)

@@ -48,6 +48,8 @@ from echograph.ir.types import Tensor, TensorRole
 
 BlockInstance = tuple[int, int]
 """(block, instance) of the step."""
+MAIN = -1
+"""In place of a chunk: what is of the main block."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -246,7 +248,7 @@ class PipelineContext:
     shared: dict[int, int | None]
     sharers: int = 1
     _tensors: dict[int, t.Tensor] = field(default_factory=dict, init=False)
-    _calls: dict[int | None, list[tuple[int, Call]]] = field(default_factory=dict, init=False)
+    _calls: dict[int, list[tuple[int, Call]]] = field(default_factory=dict, init=False)
 
     def tensor(self, row: int) -> t.Tensor:
         """A tensor of the step."""
@@ -257,14 +259,14 @@ class PipelineContext:
     def calls_of(self, chunk: int) -> list[tuple[int, Call]]:
         """The calls of the step, each with its number, of the main block and of a chunk's layers."""
         if not self._calls:
-            main: list[tuple[int, Call]] = []
-            of_layers: dict[int, list[tuple[int, Call]]] = {}
-            for number, call in enumerate(map(tuple, self.graph.programs[0].calls.tolist())):
-                where = of_layers.setdefault(self.placement.instances[call[0], call[3]], []) if call[0] else main
-                where.append((number, call))
-            self._calls[None] = main
-            self._calls.update(of_layers)
-        return sorted([*self._calls[None], *self._calls.get(chunk, [])])
+            self._calls[MAIN] = []
+            for number, (block, begin, end, instance, micro_batch) in enumerate(
+                self.graph.programs[0].calls.tolist()
+            ):
+                where = self.placement.instances[block, instance] if block else MAIN
+                its = self._calls.setdefault(where, [])
+                its.append((number, (block, begin, end, instance, micro_batch)))
+        return sorted([*self._calls[MAIN], *self._calls.get(chunk, [])])
 
     def is_flag(self, tensor: int) -> bool:
         """Whether a tensor id is a version of a flag that is handed through all stages."""
