@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, islice
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -92,6 +93,11 @@ class _RaggedColumn:
     def append(self, row: Iterable[int]) -> None:
         self.values.items.extend(row)
         self.offsets.items.append(len(self.values.items))
+
+    def many(self, rows: Sequence[Sequence[int]]) -> None:
+        """Appends rows."""
+        self.values.items.extend(chain.from_iterable(rows))
+        self.offsets.items.extend(islice(accumulate(map(len, rows), initial=self.offsets.items[-1]), 1, None))
 
     def extend(self, lengths: Int64, values: npt.ArrayLike) -> None:
         """Appends rows of these lengths, given one after the other."""
@@ -208,6 +214,70 @@ class GraphBuilder:
                 "sharded": [self.string(text) for text in sharded],
             }
         )
+
+    def tensors(
+        self,
+        made: Sequence[t.Tensor],
+        *,
+        names: Sequence[str] = (),
+        roles: Sequence[t.TensorRole] = (),
+        ports: Sequence[bool] = (),
+        alias_of: Sequence[int] = (),
+        sharded: Sequence[tuple[str, ...]] = (),
+    ) -> range:
+        """Adds many tensors to the open block at once; returns their rows.
+
+        Args:
+            made: the tensors, of which shapes and data types are taken, and what is not given here.
+            names: of each; without them the tensors' own.
+            roles: the same.
+            ports: which are ports; without them none.
+            alias_of: the row that each is an alias of, -1 for none; without them none.
+            sharded: the axes that divide each; without them the tensors' own.
+        """
+        first, plain, ragged = self.tensor_count(), self._t, self._t_ragged
+        plain["name"].items.extend([self.string(name) for name in (names or [each.name for each in made])])
+        plain["dtype"].items.extend([each.dtype for each in made])
+        plain["role"].items.extend(roles or [each.role for each in made])
+        plain["alias_of"].items.extend(alias_of or [NONE] * len(made))
+        plain["port"].items.extend(ports or [False] * len(made))
+        ragged["shape"].many([each.shape for each in made])
+        axes = sharded or [each.sharded for each in made]
+        ragged["sharded"].many([[self.string(axis) for axis in its] for its in axes])
+        return range(first, self.tensor_count())
+
+    def computes(
+        self,
+        operators: Sequence[str],
+        *,
+        phase: t.Phase,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]] = (),
+        bytes_read: Sequence[int],
+        bytes_written: Sequence[int],
+    ) -> range:
+        """Adds many kernels to the open block at once, each told by its place in all columns; returns their rows.
+
+        Raises:
+            GraphError: bytes beyond 64 bits.
+        """
+        first, count = self.op_count(), len(operators)
+        given: dict[str, Sequence[int]] = {
+            "kind": [t.OpKind.COMPUTE] * count, "name": [self.string(name) for name in operators],
+            "phase": [phase] * count, "module": [0] * count, "stream": [0] * count,
+            "bytes_read": bytes_read, "bytes_written": bytes_written,
+        }  # fmt: skip
+        try:
+            for name, values in given.items():
+                self._o[name].fill(first)
+                self._o[name].items.extend(values)
+        except OverflowError:
+            raise GraphError(_BEYOND.format(operators[0])) from None
+        self._inputs.many(inputs)
+        self._outputs.many(outputs or [()] * count)
+        self._deps.offsets.items.extend([len(self._deps.values.items)] * count)
+        self._duration.offsets.items.extend([len(self._duration.values.items)] * count)
+        return range(first, self.op_count())
 
     def add_tensor(self, tensor: t.Tensor, **changes: Any) -> int:
         """Adds a tensor given as its frozen type, with fields of `changes` replaced."""
@@ -510,10 +580,11 @@ class GraphBuilder:
                 **values,
             )
         except OverflowError:
-            raise GraphError(f"operation '{name}' has a number beyond 64 bits: check what it is made of") from None
+            raise GraphError(_BEYOND.format(name)) from None
         return len(self._o["kind"].items) - 1
 
 
+_BEYOND = "operation '{}' has a number beyond 64 bits: check what it is made of"
 _GIVEN = ("kind", "name", "phase", "module", "stream")
 """Columns that every operation states."""
 
@@ -538,11 +609,15 @@ def copy_rows(
     """
     tensors = np.arange(len(graph.tensors)) + (builder.tensor_count() - block.tensors.start)
     ops = np.arange(len(graph.ops)) + (builder.op_count() - block.ops.start)
-    copy_tensors(builder, graph, np.arange(block.tensors.start, block.tensors.stop), tensors)
-    copy_ops(builder, graph, np.arange(block.ops.start, block.ops.stop), tensors, ops, attributes)
+    copy_tensors(builder, graph, block.tensors, tensors)
+    copy_ops(builder, graph, block.ops, tensors, ops, attributes)
 
 
-def copy_tensors(builder: GraphBuilder, graph: Graph, rows: Int64, tensors: Int64) -> None:
+Rows = Int64 | range
+"""Rows of a table, in the order in which they are to stand."""
+
+
+def copy_tensors(builder: GraphBuilder, graph: Graph, rows: Rows, tensors: Int64) -> None:
     """Copies tensors into the open block.
 
     Args:
@@ -562,7 +637,7 @@ def copy_tensors(builder: GraphBuilder, graph: Graph, rows: Int64, tensors: Int6
 def copy_ops(
     builder: GraphBuilder,
     graph: Graph,
-    rows: Int64,
+    rows: Rows,
     tensors: Int64,
     ops: Int64,
     attributes: Mapping[int, t.Attributes] = MappingProxyType({}),
@@ -591,7 +666,7 @@ def copy_ops(
 def _copy(
     table: object,
     columns: Mapping[str, Column],
-    rows: Int64,
+    rows: Rows,
     plain: Mapping[str, _Column],
     ragged: Mapping[str, _RaggedColumn],
     stored: Mapping[Holds, Callable[[Any], Any]],
@@ -604,15 +679,22 @@ def _copy(
             values = np.asarray(old.values[where], np.int64)
             ragged[name].extend(lengths, stored[column.holds](values) if len(values) else values)
         elif column.of:
-            where = _places(getattr(table, column.of), rows)[1]
-            if len(where):
-                plain[name].extend(stored[column.holds](old[where]))
+            values = old[_places(getattr(table, column.of), rows)[1]]
+            if len(values):
+                plain[name].extend(stored[column.holds](values))
         else:
-            plain[name].extend(stored[column.holds](old[rows]))
+            plain[name].extend(stored[column.holds](old[_index(rows)]))
 
 
-def _places(ragged: Ragged, rows: Int64) -> tuple[Int64, Int64]:
+def _index(rows: Rows) -> Int64 | slice:
+    return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+
+
+def _places(ragged: Ragged, rows: Rows) -> tuple[Int64, Int64 | slice]:
     """How many values some rows have, and where they stand."""
+    if isinstance(rows, range):
+        ends = ragged.offsets[rows.start : rows.stop + 1]
+        return np.diff(ends), slice(int(ends[0]), int(ends[-1]))
     begin = ragged.offsets[rows]
     lengths = ragged.offsets[rows + 1] - begin
     before = np.cumsum(lengths) - lengths
@@ -620,7 +702,7 @@ def _places(ragged: Ragged, rows: Int64) -> tuple[Int64, Int64]:
 
 
 def _strings(
-    builder: GraphBuilder, graph: Graph, table: object, columns: Mapping[str, Column], rows: Int64
+    builder: GraphBuilder, graph: Graph, table: object, columns: Mapping[str, Column], rows: Rows
 ) -> Int64:
     """For every string of the graph, its index in the builder; those of rows are added in the order of use."""
     known, found = builder._copied.get(id(graph), (None, None))
@@ -634,7 +716,7 @@ def _strings(
     return found
 
 
-def _texts(table: object, columns: Mapping[str, Column], rows: Int64) -> Iterator[tuple[Any, Int64]]:
+def _texts(table: object, columns: Mapping[str, Column], rows: Rows) -> Iterator[tuple[Any, Int64]]:
     """(strings; rows, counted from the first) of every column that holds strings."""
     every = np.arange(len(rows))
     for name, column in columns.items():
@@ -642,7 +724,7 @@ def _texts(table: object, columns: Mapping[str, Column], rows: Int64) -> Iterato
             values = getattr(table, name)
             ragged: Ragged | None = values if column.ragged else getattr(table, column.of) if column.of else None
             if ragged is None:
-                yield values[rows], every
+                yield values[_index(rows)], every
                 continue
             lengths, where = _places(ragged, rows)
             yield (values.values if column.ragged else values)[where], np.repeat(every, lengths)
@@ -660,9 +742,9 @@ def _first_uses(values: Int64) -> list[int]:
     return found
 
 
-def _attributes(builder: GraphBuilder, graph: Graph, rows: Int64, others: Mapping[int, t.Attributes]) -> Int64:
-    old = np.asarray(graph.ops.attributes[rows], np.int64)
-    mine = [(at, others[row]) for at, row in enumerate(rows.tolist()) if row in others] if others else []
+def _attributes(builder: GraphBuilder, graph: Graph, rows: Rows, others: Mapping[int, t.Attributes]) -> Int64:
+    old = np.array(graph.ops.attributes[_index(rows)], np.int64)
+    mine = [(at, others[row]) for at, row in enumerate(map(int, rows)) if row in others] if others else []
     old[[at for at, _ in mine]] = NONE
     new = np.full(len(graph.ops.attribute_values) + 1, NONE, np.int64)
     for index in _first_uses(old):

@@ -121,7 +121,7 @@ def _freeze(table: object) -> None:
                 array.setflags(write=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TensorTable(Sequence[t.Tensor]):
     """All tensors of a graph, block after block."""
 
@@ -162,6 +162,11 @@ class TensorTable(Sequence[t.Tensor]):
 
     def __iter__(self) -> Iterator[t.Tensor]:
         return (self[i] for i in range(len(self)))
+
+    @cached_property
+    def roles(self) -> list[int]:
+        """The role of every tensor, for those who read them one by one: a number of numpy's is slow to compare."""
+        return self.role.tolist()  # type: ignore[no-any-return]
 
     @property
     def nbytes(self) -> Int64:
@@ -248,6 +253,16 @@ class OpTable(Sequence[t.Op]):
             runs: int64 [operations]. Reads and writes are each within 64 bits, and their sum need not be.
         """
         return int(np.dot(runs, self.bytes_read)) + int(np.dot(runs, self.bytes_written))
+
+    @cached_property
+    def phases(self) -> list[int]:
+        """The phase of every operation, for those who read them one by one."""
+        return self.phase.tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """The kind of every operation, likewise."""
+        return self.kind.tolist()  # type: ignore[no-any-return]
 
     @cached_property
     def is_view(self) -> Bools:

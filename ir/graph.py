@@ -372,12 +372,12 @@ class Graph:
     def locate_tensor(self, tensor_id: int) -> tuple[int, int, int]:
         """(block, instance, table index) of a tensor id: the inverse of `tensor_id`."""
         number, instance, position = _locate(self.tensor_bases, self.blocks, tensor_id, "tensor")
-        return number, instance, int(self._own_tensors[number][position])
+        return number, instance, self._own_tensors[number][position]
 
     @cached_property
-    def _own_tensors(self) -> tuple[Int64, ...]:
+    def _own_tensors(self) -> tuple[list[int], ...]:
         return tuple(
-            b.tensors.start + np.flatnonzero(~self.tensors.port[b.tensors.start : b.tensors.stop])
+            (b.tensors.start + np.flatnonzero(~self.tensors.port[b.tensors.start : b.tensors.stop])).tolist()
             for b in self.blocks
         )
 

@@ -76,8 +76,15 @@ def durations(
     estimates: dict[int, CollectiveEstimate] = {}
     ask = estimate or (network or NetworkModel(cluster)).time
     communicates = np.isin(job.ops.kind, COMMUNICATIONS)
-    for row in np.flatnonzero(communicates & ((picoseconds == NONE) | (estimate is not None))).tolist():
-        found = estimates[row] = ask(kind_of(job, row), int(job.ops.nbytes[row]), _first_ranks(job, row))
+    same: dict[tuple[int, ...], CollectiveEstimate] = {}
+    columns = job.ops.kind, job.ops.variant, job.ops.group, job.ops.nbytes
+    rows = np.flatnonzero(communicates & ((picoseconds == NONE) | (estimate is not None)))
+    for row, *key in zip(rows.tolist(), *(column[rows].tolist() for column in columns), strict=True):
+        # Where a message goes depends on the program that runs it.
+        what = (*key, NONE if key[0] == OpKind.COLLECTIVE else row)
+        if what not in same:
+            same[what] = ask(kind_of(job, row), key[3], _first_ranks(job, row))
+        found = estimates[row] = same[what]
         if picoseconds[row] == NONE:
             picoseconds[row], source[row], spread[row] = to_ps(found.seconds), Source.FITTED, found.spread
             algorithm[row] = f"{found.algorithm}/{found.protocol}"
@@ -146,7 +153,7 @@ def _use_imported(job: JobGraph, picoseconds: Int64, source: UInt8, spread: Floa
 
 def kind_of(job: JobGraph, row: int) -> CollectiveName:
     """What a communication is for the network's model."""
-    if job.ops.kind[row] != OpKind.COLLECTIVE:
+    if job.ops.kinds[row] != OpKind.COLLECTIVE:
         return "send_recv"
     return _KINDS.get(int(job.ops.variant[row]), "broadcast")
 
@@ -154,7 +161,7 @@ def kind_of(job: JobGraph, row: int) -> CollectiveName:
 def _first_ranks(job: JobGraph, row: int) -> Sequence[int]:
     """The ranks of a communication in the first group of its kind: those whose other coordinates are 0."""
     group = job.groups[int(job.ops.group[row])]
-    return job.group_ranks(group) if job.ops.kind[row] == OpKind.COLLECTIVE else _pair(job, group, row)
+    return job.group_ranks(group) if job.ops.kinds[row] == OpKind.COLLECTIVE else _pair(job, group, row)
 
 
 def _pair(job: JobGraph, group: Group, row: int) -> Sequence[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int64
+from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import Group, JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, OpKind
 
@@ -47,7 +47,11 @@ class RendezvousKeys:
         change = np.zeros(len(self.rows) + 1, np.int64)
         np.add.at(change, np.searchsorted(self.rows, calls[:, 1]), 1)
         np.add.at(change, np.searchsorted(self.rows, calls[:, 2]), -1)
-        for row in self.rows[np.cumsum(change)[:-1] > 0].tolist():
+        rows = self.rows[np.cumsum(change)[:-1] > 0]
+        kind, group = self.job.ops.kind[rows], self.job.ops.group[rows]
+        within = [number for number in distinct(group).tolist() if not _meets_any(self.job, program, number)]
+        alone = (kind == OpKind.COLLECTIVE) & np.isin(group, within)
+        for row in rows[~alone].tolist():
             if (key := rendezvous_key(self.job, program, row)) is not None:
                 found[row] = self.numbers.setdefault(key, len(self.numbers))
         return found
@@ -62,16 +66,16 @@ def rendezvous_key(job: JobGraph, number: int, row: int) -> object:
     ops = job.ops
     program, group_index = job.programs[number], int(ops.group[row])
     group = job.groups[group_index]
-    if not any(n != number and _meet(job, group, program, p) for n, p in enumerate(job.programs)):
+    if not _meets_any(job, number, group_index):
         return _within(job, number, row)
     # An explicit group is one set of ranks, whatever the places of its members.
     fixed = tuple(sorted((a, v) for a, v in program.coordinates.items() if group.axes and a not in group.axes))
     key: tuple[object, ...] = (group_index, fixed)
-    if ops.kind[row] == OpKind.COLLECTIVE:
+    if ops.kinds[row] == OpKind.COLLECTIVE:
         return key
     here = place_in_group(job, group, program)
     there = (here + int(ops.peer[row])) % job.group_size(group)
-    sender, receiver = (here, there) if ops.kind[row] == OpKind.SEND else (there, here)
+    sender, receiver = (here, there) if ops.kinds[row] == OpKind.SEND else (there, here)
     return (*key, sender, receiver, int(ops.tag[row]))
 
 
@@ -79,10 +83,16 @@ def _within(job: JobGraph, number: int, row: int) -> object:
     """The key of sends and receives between the ranks of one role, by how far they go."""
     ops, program = job.ops, job.programs[number]
     group = job.groups[int(ops.group[row])]
-    if ops.kind[row] == OpKind.COLLECTIVE or not group.axes or set(group.axes) & program.coordinates.keys():
+    if ops.kinds[row] == OpKind.COLLECTIVE or not group.axes or set(group.axes) & program.coordinates.keys():
         return None
-    towards = int(ops.peer[row]) if ops.kind[row] == OpKind.SEND else -int(ops.peer[row])
+    towards = int(ops.peer[row]) if ops.kinds[row] == OpKind.SEND else -int(ops.peer[row])
     return number, int(ops.group[row]), towards % job.group_size(group), int(ops.tag[row])
+
+
+def _meets_any(job: JobGraph, number: int, group: int) -> bool:
+    """Whether a program meets others in a group."""
+    its, program = job.groups[group], job.programs[number]
+    return any(n != number and _meet(job, its, program, p) for n, p in enumerate(job.programs))
 
 
 def _meet(job: JobGraph, group: Group, one: Program, other: Program) -> bool:

@@ -45,9 +45,9 @@ bound by both.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import ceil, inf, lcm, prod
 from typing import ClassVar
@@ -59,7 +59,7 @@ from echograph.ir import graph as g
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
 from echograph.ir.columns import NONE, distinct
-from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph
+from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph, kept
 from echograph.ir.passes.model import (
     DATA,
     REPLICATE,
@@ -79,11 +79,11 @@ from echograph.ir.passes.model import (
 )
 from echograph.ir.passes.rewrite import (
     ACCUMULATE,
+    ADD_TO_GRADIENT,
     UPDATE,
     Call,
     PassLabel,
     accumulate,
-    add_to_gradient,
     copy_tables,
     empty_copy,
     in_micro_batch,
@@ -111,6 +111,7 @@ class Division:
     copies: tuple[str, ...] = ()
     flat: bool = False
     none: bool = False
+    _axes: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)
     _origin: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _cut: dict[int, bool] = field(default_factory=dict, init=False, repr=False)
 
@@ -118,7 +119,10 @@ class Division:
         """The axes over which a tensor becomes divided; a scalar is not."""
         if self.none or not tensor.shape:
             return ()
-        return tuple(a for a in reduction_axes(self.mesh, tensor.sharded) if a not in self.copies)
+        if tensor.sharded not in self._axes:
+            found = reduction_axes(self.mesh, tensor.sharded)
+            self._axes[tensor.sharded] = tuple(axis for axis in found if axis not in self.copies)
+        return self._axes[tensor.sharded]
 
     @property
     def all_axes(self) -> tuple[str, ...]:
@@ -156,7 +160,7 @@ class Division:
     def origin(self, row: int) -> int:
         """The tensor that a tensor has its value from, in the first instance of its block."""
         if row not in self._origin:
-            number = int(np.searchsorted([b.tensors.stop for b in self.graph.blocks], row, side="right"))
+            number = bisect_right(self.graph.blocks, row, key=lambda block: block.tensors.stop)
             bound = bool(self.graph.blocks[number].instances)
             self._origin[row] = self.graph.value(number, 0, row)[2] if bound else row
         return self._origin[row]
@@ -168,7 +172,7 @@ class Division:
     def of_optimizer(self, row: int) -> bool:
         """Whether an operation of the optimizer makes a tensor's value."""
         maker = int(self.graph.maker[self.origin(row)])
-        return maker != NONE and bool(self.graph.ops.phase[maker] == t.Phase.OPTIMIZER)
+        return maker != NONE and bool(self.graph.ops.phases[maker] == t.Phase.OPTIMIZER)
 
     def cut(self, row: int) -> bool:
         """Whether the optimizer's tensor is a shard; what it makes is, where it is as large as what it reads."""
@@ -264,13 +268,15 @@ class ShardedBlock:
         """Writes all rows."""
         first_tensor, first_op = self.builder.tensor_count(), self.builder.op_count()
         graph, number = self.graph, self.block.ops
-        late = [row for row in number if graph.ops.phase[row] == SHARDED]
-        for rows, alike in _stretches(self.block.tensors, self._apart(late)):
+        late = (number.start + np.flatnonzero(graph.ops.phase[number.start : number.stop] == SHARDED)).tolist()
+        apart = self._apart(late)
+        uses = self._uses(apart)
+        for rows, alike in _stretches(self.block.tensors, apart):
             if alike:
                 self._copy_tensors(rows)
                 continue
             for row in rows:
-                for phase in self._uses.get(row) or (self._unused(row),):
+                for phase in uses.get(row) or (self._unused(row),):
                     self.use(row, phase)
                 if row in self.division.gradients:
                     self.use(row, SHARDED)
@@ -307,7 +313,7 @@ class ShardedBlock:
                 self.use(row, WHOLE)
         first, new = self.builder.tensor_count(), self._new_rows()
         new[rows.start : rows.stop] = first + np.arange(len(rows))
-        copy_tensors(self.builder, self.graph, np.arange(rows.start, rows.stop), new)
+        copy_tensors(self.builder, self.graph, rows, new)
         self.written.tensors |= {(row, WHOLE): made for made, row in enumerate(rows, first)}
         ports = self.graph.tensors.port[rows.start : rows.stop]
         self.written.ports += ((first + at, (rows[at], WHOLE)) for at in np.flatnonzero(ports).tolist())
@@ -318,7 +324,7 @@ class ShardedBlock:
         for row in range(self.block.ops.start, rows.start):
             ops[row] = self.ops[row].start
         ops[rows.start : rows.stop] = first + np.arange(len(rows))
-        copy_ops(self.builder, self.graph, np.arange(rows.start, rows.stop), self._new_rows(), ops)
+        copy_ops(self.builder, self.graph, rows, self._new_rows(), ops)
         self.ops |= {row: range(made, made + 1) for made, row in enumerate(rows, first)}
 
     def finish(self, first_tensor: int, first_op: int) -> Written:
@@ -332,23 +338,22 @@ class ShardedBlock:
 
     def phase(self, row: int) -> t.Phase:
         """Whether an operation works on shards (`SHARDED`) or on whole tensors."""
-        return SHARDED if self.graph.ops.phase[row] == t.Phase.OPTIMIZER else WHOLE
+        return SHARDED if self.graph.ops.phases[row] == SHARDED else WHOLE
 
-    @cached_property
-    def _uses(self) -> dict[int, list[t.Phase]]:
-        """The phases that use each tensor."""
-        uses: dict[int, list[t.Phase]] = {}
+    def _uses(self, tensors: Collection[int]) -> dict[int, list[t.Phase]]:
+        """The phases that use each of some tensors."""
+        uses: dict[int, list[t.Phase]] = {row: [] for row in tensors}
         inputs, outputs = self.graph.ops.inputs, self.graph.ops.outputs
-        for row in self.block.ops:
-            phase = self.phase(row)
-            for index in (*inputs.row(row), *outputs.row(row)):
-                found = uses.setdefault(index, [])
-                if (variant := self.variant(index, phase)) not in found:
-                    found.append(variant)
+        for row in self.block.ops if tensors else ():
+            touched = [index for index in (*inputs.row(row), *outputs.row(row)) if index in uses]
+            phase = self.phase(row) if touched else WHOLE
+            for index in touched:
+                if (variant := self.variant(index, phase)) not in uses[index]:
+                    uses[index].append(variant)
         return uses
 
     def _unused(self, row: int) -> t.Phase:
-        state = self.graph.tensors.role[row] == t.TensorRole.OPTIMIZER_STATE
+        state = self.graph.tensors.roles[row] == t.TensorRole.OPTIMIZER_STATE
         return SHARDED if state else WHOLE
 
     def variant(self, row: int, phase: t.Phase) -> t.Phase:
@@ -475,13 +480,14 @@ class ShardedGraph:
 
     def __init__(self, graph: Graph, builder: GraphBuilder, blocks: list[Written], ops: dict[int, range]) -> None:
         self.graph, self.builder, self.blocks, self.ops = graph, builder, blocks, ops
+        self._ids: dict[tuple[int, t.Phase], tuple[int, int]] = {}
         self._own = []
         self._firsts, start = [], 0
         self._op_firsts, op_start = [], 0
         for made, block in zip(blocks, graph.blocks, strict=True):
             ports = {row for row, _ in made.ports}
             mine = [row for row in made.tensor_rows if row not in ports]
-            self._own.append({row: position for position, row in enumerate(mine)})
+            self._own.append(dict(zip(mine, range(len(mine)), strict=True)))
             self._firsts.append(start)
             self._op_firsts.append(op_start)
             start += len(mine) * len(block.instances)
@@ -495,7 +501,12 @@ class ShardedGraph:
     def tensor_id(self, old_id: int, phase: t.Phase) -> int:
         """The id of what a tensor became, given its old id and the phase that uses it."""
         block, instance, row = self.graph.locate_tensor(old_id)
-        return self.new_id((block, instance, self.blocks[block].tensor(row, phase)))
+        found = self._ids.get((row, phase))
+        if found is None:
+            first = self.new_id((block, 0, self.blocks[block].tensor(row, phase)))
+            found = self._ids[row, phase] = first, len(self._own[block])
+        first, of_instance = found
+        return first + instance * of_instance
 
     def call(self, call: Call) -> Call:
         """A call of old rows, of new ones."""
@@ -585,22 +596,31 @@ def fill(tensors: Iterable[tuple[int, t.Tensor]], mesh: tuple[Axis, ...], limits
         limits: when a bucket is full.
     """
     sizes = {axis.name: axis.size for axis in mesh}
-    opened: dict[tuple[tuple[str, ...], t.DType], Bucket] = {}
+    opened: dict[_Like, Bucket] = {}
     closed: list[Bucket] = []
-    begun = set()
+    full: dict[_Like, float] = {}
+    known: dict[int, tuple[_Like, int]] = {}
     for identity, tensor in tensors:
-        axes = reduction_axes(mesh, tensor.sharded)
-        if not axes:
+        if tensor.id not in known:
+            known[tensor.id] = (reduction_axes(mesh, tensor.sharded), tensor.dtype), tensor.numel
+        key, elements = known[tensor.id]
+        if not key[0]:
             continue
-        key = axes, tensor.dtype
-        bucket = opened.setdefault(key, Bucket(axes=axes, dtype=tensor.dtype))
+        bucket = opened.get(key)
+        if bucket is None:
+            bucket = opened[key] = Bucket(axes=key[0], dtype=key[1])
+        if key not in full:
+            full[key] = limits.of(bucket, prod(sizes[axis] for axis in key[0]), first=True)
         bucket.tensors.append((identity, tensor))
-        bucket.elements += tensor.numel
-        ranks = prod(sizes[axis] for axis in axes)
-        if bucket.nbytes() >= limits.of(bucket, ranks, first=key not in begun):
+        bucket.elements += elements
+        if bucket.nbytes() >= full[key]:
             closed.append(opened.pop(key))
-            begun.add(key)
+            full[key] = limits.of(bucket, prod(sizes[axis] for axis in key[0]), first=False)
     return [*closed, *opened.values()]
+
+
+_Like = tuple[tuple[str, ...], t.DType]
+"""Tensors of one set of ranks, and data type."""
 
 
 def by_axes(buckets: list[Bucket]) -> dict[tuple[str, ...], list[Bucket]]:
@@ -644,6 +664,8 @@ class ProgramWriter:
         self.name = "zero" if options.zero else "ddp"
         self.reduces = bool(reduction_axes(self.mesh, ()))
         self.bindings: list[int] = []
+        self._shards: dict[int, t.Tensor] = {}
+        self._adding: dict[int, bool] = {}
         self.added: dict[ProgramPoint, list[tuple[int, list[int]]]] = {}
         self.block = 0
         self.accumulations: dict[ProgramPoint, Call] = {}
@@ -728,8 +750,8 @@ class ProgramWriter:
         alone = [x for x in gradients if not adds_up(self.graph, x.tensor)]
         if not alone:
             return
-        tensors = ((self.graph.tensor(x.tensor), self.job.tensor_id(x.tensor_id, WHOLE)) for x in alone)
-        call = accumulate(self.builder, tensors)
+        whole = ((self.graph.tensor(x.tensor), self.job.tensor_id(x.tensor_id, WHOLE)) for x in alone)
+        call = accumulate(self.builder, ((tensor, tensor.name, tensor_id) for tensor, tensor_id in whole))
         for micro_batch in adding:
             number = (micro_batch + 1) * self.pass_length - 1
             self.accumulations[number, self.steps[number][2]] = in_micro_batch([call], micro_batch)[0]
@@ -778,7 +800,7 @@ class ProgramWriter:
 
     def _reduce(self, buckets: list[Bucket], ready: dict[int, dict[int, Gradient]]) -> None:
         """Writes the reductions, and says where they run: in the last micro-batch, or in each."""
-        reductions = [self._reduction(bucket, number) for number, bucket in enumerate(buckets)]
+        reductions = self._reductions(buckets)
         wait = self.builder.compute(
             f"{self.name}.wait", phase=t.Phase.BACKWARD, deps=[reduction.ops[-1] for reduction in reductions]
         )
@@ -806,22 +828,60 @@ class ProgramWriter:
         passes, _ = split_at_optimizer(self.graph, self.steps)
         return len(passes) - 1, passes[-1][2]
 
-    def _reduction(self, bucket: Bucket, number: int) -> _Reduction:
-        """Operations that fill and reduce a bucket, and the tensors that hold its gradients then."""
-        builder, options = self.builder, self.options
-        ops, held = [], []
-        for identity, tensor in bucket.tensors:
-            port = self._port(identity, tensor, WHOLE)
-            if self.last and options.zero < 2 and not adds_up(self.graph, tensor.id):
-                ops.append(add_to_gradient(builder, port, tensor.nbytes))
-            if not self._views:
-                role = t.TensorRole.ACTIVATION if options.zero == 2 else t.TensorRole.BUFFER
-                copy = builder.tensor(f"{tensor.name}.bucket", tensor.shape, tensor.dtype, role)
+    def _reductions(self, buckets: list[Bucket]) -> list[_Reduction]:
+        """Of each bucket the operations that fill and reduce it, and the tensors that hold its gradients then."""
+        tensors = [its for bucket in buckets for its in bucket.tensors]
+        if self._views:
+            ports = held = self._ports(tensors, WHOLE)
+        else:
+            ports, held = self._with_copies(tensors)
+        found, at = [], 0
+        for number, bucket in enumerate(buckets):
+            its = slice(at, at := at + len(bucket.tensors))
+            ops = self._fill([tensor for _, tensor in bucket.tensors], ports[its], held[its])
+            found.append(_Reduction(bucket=bucket, ops=ops, held=list(held[its])))
+            self._add_collectives(found[-1], number)
+        return found
+
+    def _with_copies(self, tensors: Sequence[tuple[int, t.Tensor]]) -> tuple[range, range]:
+        """Ports for gradients, and their places in buckets."""
+        role = t.TensorRole.ACTIVATION if self.options.zero == 2 else t.TensorRole.BUFFER
+        self.bindings += (self.job.tensor_id(identity, WHOLE) for identity, _ in tensors)
+        made = self.builder.tensors(
+            [tensor for _, tensor in tensors for _ in range(2)],
+            names=[name for _, tensor in tensors for name in (tensor.name, f"{tensor.name}.bucket")],
+            roles=[its for _, tensor in tensors for its in (tensor.role, role)],
+            ports=[True, False] * len(tensors),
+            sharded=[axes for _, tensor in tensors for axes in (tensor.sharded, ())],
+        )
+        return made[::2], made[1::2]
+
+    def _fill(self, tensors: Sequence[t.Tensor], ports: Sequence[int], held: Sequence[int]) -> list[int]:
+        """Adds gradients to those of the micro-batches before, and copies them into their bucket."""
+        kernels: list[tuple[str, tuple[int, ...], tuple[int, ...], int, int]] = []
+        adds, copies = self.last and self.options.zero < 2, not self._views
+        name = f"{self.name}.copy_to_bucket"
+        for tensor, port, copy in zip(tensors, ports, held, strict=True):
+            nbytes = tensor.nbytes
+            if adds and not self._adds_up(tensor.id):
+                kernels.append((ADD_TO_GRADIENT, (port,), (), 2 * nbytes, nbytes))
+            if copies:
                 # Buckets of whole gradients are there before the step, and written in place.
-                read, made = ((port,), (copy,)) if options.zero == 2 else ((port, copy), ())
-                ops.append(self._copy("copy_to_bucket", read, tensor.nbytes, made=made))
-                port = copy
-            held.append(port)
+                read, made = ((port,), (copy,)) if self.options.zero == 2 else ((port, copy), ())
+                kernels.append((name, read, made, nbytes, nbytes))
+        if not kernels:
+            return []
+        names, inputs, outputs, read_bytes, written = zip(*kernels, strict=True)
+        return list(
+            self.builder.computes(
+                names, phase=t.Phase.BACKWARD, inputs=inputs, outputs=outputs, bytes_read=read_bytes,
+                bytes_written=written,
+            )
+        )  # fmt: skip
+
+    def _add_collectives(self, reduction: _Reduction, number: int) -> None:
+        """Reduces a bucket, once it is filled."""
+        bucket, ops, held, options = reduction.bucket, reduction.ops, reduction.held, self.options
         scatter = options.zero > 0 and options.reduce_scatter
         kind = t.CollectiveKind.REDUCE_SCATTER if scatter else t.CollectiveKind.ALL_REDUCE
         within = self._within(bucket) if scatter else bucket.axes
@@ -831,7 +891,6 @@ class ProgramWriter:
             # Groups that divide the optimizer each for itself: their shards are added up.
             nbytes, kind = self._shard_bytes(bucket), t.CollectiveKind.ALL_REDUCE
             ops.append(self._collective(f"shards_{number}", kind, across, bucket, nbytes, held, ops[-1:]))
-        return _Reduction(bucket=bucket, ops=ops, held=held)
 
     def _collective(
         self, name: str, kind: t.CollectiveKind, axes: Sequence[str], bucket: Bucket, nbytes: int, held: list[int],
@@ -854,22 +913,25 @@ class ProgramWriter:
         if self._views:
             return []
         ops = []
-        for reduction in reductions:
-            if self.options.zero:
-                shards = [self._port(i, tensor, SHARDED) for i, tensor in reduction.bucket.tensors]
-                ops.append(
-                    self._copy("keep_shard", (*reduction.held, *shards), self._shard_bytes(reduction.bucket))
+        for reduction in reductions if self.options.zero else ():
+            shards = self._ports(reduction.bucket.tensors, SHARDED)
+            ops.append(self._copy("keep_shard", (*reduction.held, *shards), self._shard_bytes(reduction.bucket)))
+        if not self.options.zero:
+            copies = [(copy,) for reduction in reductions for copy in reduction.held]
+            nbytes = [tensor.nbytes for reduction in reductions for _, tensor in reduction.bucket.tensors]
+            names = [f"{self.name}.copy_from_bucket"] * len(copies)
+            return list(
+                self.builder.computes(
+                    names, phase=t.Phase.BACKWARD, inputs=copies, bytes_read=nbytes, bytes_written=nbytes
                 )
-            else:
-                tensors = zip(reduction.held, reduction.bucket.tensors, strict=True)
-                ops += [self._copy("copy_from_bucket", (copy,), tensor.nbytes) for copy, (_, tensor) in tensors]
+            )
         return ops
 
     def _add_shards(self, reductions: list[_Reduction]) -> list[int]:
         """Adds this rank's shards of the buckets to those of the micro-batches before."""
         ops = []
         for reduction in reductions:
-            shards = [self._port(i, tensor, SHARDED) for i, tensor in reduction.bucket.tensors]
+            shards = self._ports(reduction.bucket.tensors, SHARDED)
             nbytes = self._shard_bytes(reduction.bucket)
             ops.append(
                 self.builder.compute(
@@ -893,9 +955,13 @@ class ProgramWriter:
         if not alone or not self.last:
             return
         self._begin("unreduced")
-        ops = {
-            i: add_to_gradient(self.builder, self._port(i, tensor, WHOLE), tensor.nbytes) for i, tensor in alone
-        }
+        nbytes = [tensor.nbytes for _, tensor in alone]
+        made = self.builder.computes(
+            [ADD_TO_GRADIENT] * len(alone), phase=t.Phase.BACKWARD,
+            inputs=[(port,) for port in self._ports(alone, WHOLE)], bytes_read=[2 * each for each in nbytes],
+            bytes_written=nbytes,
+        )  # fmt: skip
+        ops = {i: op for (i, _), op in zip(alone, made, strict=True)}
         for micro_batch in sorted(ready)[1:] if self.options.zero == 2 else (self.last,):
             for identity, op in ops.items():
                 self._at(ready[micro_batch][identity].ready, [op])
@@ -931,16 +997,20 @@ class ProgramWriter:
 
     def _gather(self, bucket: Bucket, phase: t.Phase) -> int:
         """Gathers parameters in place: what the optimizer has just made of this rank's shards, or what it left."""
-        builder, shards, whole = self.builder, [], []
+        builder, job, late = self.builder, self.job, phase == t.Phase.OPTIMIZER
+        made, ports, alias_of = [], [], []
         for identity, tensor in bucket.tensors:
-            if phase == t.Phase.OPTIMIZER:
-                shards.append(self._port(self.updated[identity], tensor, SHARDED))
-            port = self._port(identity, tensor, WHOLE)
-            whole.append(
-                builder.tensor(
-                    tensor.name, tensor.shape, tensor.dtype, tensor.role, alias_of=port, sharded=tensor.sharded
-                )
-            )
+            if late:
+                self.bindings.append(job.tensor_id(self.updated[identity], SHARDED))
+                made.append(self._shard(tensor))
+            self.bindings.append(job.tensor_id(identity, WHOLE))
+            made += tensor, tensor
+        first, each = builder.tensor_count(), 3 if late else 2
+        for port in range(first + each - 2, first + len(made), each):
+            ports += [True] * (each - 1) + [False]
+            alias_of += [NONE] * (each - 1) + [port]
+        rows = builder.tensors(made, ports=ports, alias_of=alias_of)
+        shards, whole = rows[::each] if late else (), rows[each - 1 :: each]
         within = self._within(bucket)
         group, stream = axes_group(builder, within)
         return builder.collective(
@@ -966,14 +1036,23 @@ class ProgramWriter:
 
     # -- rows ----------------------------------------------------------------------------------------------
 
-    def _port(self, identity: int, tensor: t.Tensor, phase: t.Phase) -> int:
-        """A port for a tensor of the step, whole or this rank's shard."""
-        self.bindings.append(self.job.tensor_id(identity, phase))
-        divided = self.division.axes(tensor) if phase == SHARDED else ()
-        shape = self.division.shape(tensor) if phase == SHARDED else tensor.shape
-        return self.builder.tensor(
-            tensor.name, shape, tensor.dtype, tensor.role, port=True, sharded=(*tensor.sharded, *divided)
-        )
+    def _ports(self, tensors: Sequence[tuple[int, t.Tensor]], phase: t.Phase) -> range:
+        """Ports for tensors of the step, whole or this rank's shards."""
+        self.bindings += (self.job.tensor_id(identity, phase) for identity, _ in tensors)
+        made = [self._shard(tensor) if phase == SHARDED else tensor for _, tensor in tensors]
+        return self.builder.tensors(made, ports=[True] * len(made))
+
+    def _shard(self, tensor: t.Tensor) -> t.Tensor:
+        """This rank's shard of a tensor."""
+        if tensor.id not in self._shards:
+            sharded = (*tensor.sharded, *self.division.axes(tensor))
+            self._shards[tensor.id] = replace(tensor, shape=self.division.shape(tensor), sharded=sharded)
+        return self._shards[tensor.id]
+
+    def _adds_up(self, row: int) -> bool:
+        if row not in self._adding:
+            self._adding[row] = adds_up(self.graph, row)
+        return self._adding[row]
 
     def _copy(self, name: str, inputs: tuple[int, ...], nbytes: int, made: tuple[int, ...] = ()) -> int:
         return self.builder.compute(
@@ -1125,15 +1204,18 @@ class _Block(ShardedBlock):
 
     def phase(self, row: int) -> t.Phase:
         """Whether an operation works on shards or on whole tensors."""
-        whole = t.TensorRole.GRADIENT in self.views and self._exchanges(row)
-        return t.Phase.FORWARD if whole else super().phase(row)
+        whole = t.TensorRole.GRADIENT in self.views and row in _exchanges(self.graph)
+        return WHOLE if whole else super().phase(row)
 
-    def _exchanges(self, row: int) -> bool:
-        ops, graph = self.graph.ops, self.graph
-        if ops.kind[row] != t.OpKind.COMPUTE:
-            return True
-        makers = [int(graph.maker[i]) for i in ops.inputs.row(row)]
-        return any(maker != NONE and ops.kind[maker] == t.OpKind.RECV for maker in makers)
+
+@kept
+def _exchanges(graph: Graph) -> frozenset[int]:
+    """Operations that are no kernels, or read what was received."""
+    ops = graph.ops
+    maker = graph.maker[ops.inputs.values]
+    received = (maker != NONE) & (ops.kind[maker] == t.OpKind.RECV)
+    others = np.flatnonzero(ops.kind != t.OpKind.COMPUTE)
+    return frozenset((*ops.inputs.rows[received].tolist(), *others.tolist()))
 
 
 def check_sizes(replicas: int, micro_batches: int, staged: bool) -> None:

@@ -351,7 +351,7 @@ class Places:
             block = int(graph.block_of_op[row])
             for instance in range(len(graph.blocks[block].instances)):
                 root = self._root(block, instance, table)
-                if graph.tensors.role[root] == t.TensorRole.PARAMETER:
+                if graph.tensors.roles[root] == t.TensorRole.PARAMETER:
                     found[root] = Away(Shard(0), experts, rows=False)
         return found | self._states(found)
 
@@ -421,7 +421,7 @@ class Places:
                 return choice
         if not any(places):
             return None
-        if graph.ops.kind[row] != t.OpKind.COMPUTE:
+        if graph.ops.kinds[row] != t.OpKind.COMPUTE:
             reduces = graph.ops[row]
             same = isinstance(reduces, t.Collective) and reduces.collective == t.CollectiveKind.ALL_REDUCE
             return Choice(places, places) if same else None

@@ -463,7 +463,7 @@ class Carriers:
 
     def _name(self, op: int) -> str:
         ops = self.graph.ops
-        if ops.kind[op] == t.OpKind.COLLECTIVE:
+        if ops.kinds[op] == t.OpKind.COLLECTIVE:
             return COLLECTIVES[t.CollectiveKind(int(ops.variant[op]))]
         return str(self.graph.strings[ops.name[op]]).rpartition(".")[2].removesuffix("_")
 
@@ -504,7 +504,7 @@ class Carriers:
 
 
 def _inputs(graph: StepGraph, extent: Extent) -> list[int]:
-    rows = [i for i in range(len(graph.tensors)) if graph.tensors.role[i] == t.TensorRole.INPUT]
+    rows = [i for i in range(len(graph.tensors)) if graph.tensors.roles[i] == t.TensorRole.INPUT]
     shapes = {i: graph.tensors.shape.row(i) for i in rows if graph.maker[i] == NONE}
     return [i for i, s in shapes.items() if len(s) > extent.dim and s[extent.dim] == extent.size]
 

@@ -137,7 +137,7 @@ class _Writer:
         elif main:
             mine = tensor not in self.taken
         else:  # an input is the step's own, so that the first layer reads like the others
-            mine = self.graph.tensors.role[tensor] != TensorRole.INPUT and own.issuperset(self.readers[tensor])
+            mine = self.graph.tensors.roles[tensor] != TensorRole.INPUT and own.issuperset(self.readers[tensor])
         alias = int(self.graph.tensors.alias_of[tensor])
         if mine and alias != NONE and alias not in numbers:
             self._admit(candidate, numbers, alias, own, main)

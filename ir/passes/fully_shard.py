@@ -351,7 +351,7 @@ class Units:
     def _is_parameter(self, row: int) -> bool:
         tensors = self.graph.tensors
         made = self.graph.maker[row] != NONE or tensors.alias_of[row] != NONE or tensors.port[row]
-        return not made and bool(tensors.role[row] == t.TensorRole.PARAMETER)
+        return not made and bool(tensors.roles[row] == t.TensorRole.PARAMETER)
 
 
 IDLE, GATHER_LIST, REDUCE_LIST = "zero3.idle", "zero3.all_gather", "zero3.reduce_scatter"

@@ -258,7 +258,7 @@ class _Finder:
         if not self.within_modules:
             return ""
         area = self._module(row)
-        if self._name(row) == "aten.add" and self.graph.ops.phase[row] == t.Phase.BACKWARD:
+        if self._name(row) == "aten.add" and self.graph.ops.phases[row] == t.Phase.BACKWARD:
             # Gradients that come from two parts are added up between these, by the framework.
             makers = {self._maker(tensor) for tensor in self.graph.ops.inputs.row(row)}
             return (
@@ -314,7 +314,7 @@ class _Finder:
     def _is_plain(self, row: int) -> bool:
         """Whether an operation is elementwise or reduces, and makes one new tensor, of what it reads alone."""
         ops, outputs = self.graph.ops, self.graph.ops.outputs.row(row)
-        plain = ops.kind[row] == t.OpKind.COMPUTE and not ops.flops[row]
+        plain = ops.kinds[row] == t.OpKind.COMPUTE and not ops.flops[row]
         random = bool(self.regions) and self._name(row) == _RANDOM
         return bool(
             plain

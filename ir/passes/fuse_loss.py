@@ -143,7 +143,7 @@ class _LossFinder:
         while asked:
             at = asked.pop()
             row = int(self.graph.maker[at])
-            part = row != NONE and (self.names[row] in _PARTS or ops.kind[row] == t.OpKind.COLLECTIVE)
+            part = row != NONE and (self.names[row] in _PARTS or ops.kinds[row] == t.OpKind.COLLECTIVE)
             if part or (row != NONE and ops.is_view[row]):
                 rows.add(row)
                 asked += ops.inputs.row(row)

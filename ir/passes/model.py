@@ -32,7 +32,7 @@ import numpy as np
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.columns import NONE
+from echograph.ir.columns import NONE, distinct
 from echograph.ir.graph import Axis, Graph, JobGraph, Program, StepGraph, kept
 from echograph.ir.passes.rewrite import Call
 from echograph.ir.types import Attention, OpKind, Phase, TensorRole
@@ -94,7 +94,7 @@ def adds_up(graph: Graph, gradient: int) -> bool:
     """Whether a gradient is added to a buffer where it is made, so that micro-batches add up by themselves."""
     root = int(graph.root[gradient])
     owned = graph.maker[root] == NONE and not graph.tensors.port[root]
-    return bool(owned and graph.tensors.role[root] == t.TensorRole.GRADIENT)
+    return bool(owned and graph.tensors.roles[root] == t.TensorRole.GRADIENT)
 
 
 def _read_by_optimizer(graph: Graph) -> np.ndarray:
@@ -140,7 +140,7 @@ def updated_parameters(graph: Graph, calls: Sequence[Call]) -> dict[int, int]:
     outputs, inverse = graph.ops.outputs, graph.tensors.role == t.TensorRole.PARAMETER
     updates = (graph.ops.phase[outputs.rows] == t.Phase.OPTIMIZER) & inverse[outputs.values]
     found: dict[int, int] = {}
-    for _, (block, _, _, instance, _), op in _runs_of(calls, np.unique(outputs.rows[updates])):
+    for _, (block, _, _, instance, _), op in _runs_of(calls, distinct(outputs.rows[updates])):
         for row in outputs.row(op):
             if inverse[row]:
                 found[memory(graph, block, instance, row)] = graph.tensor_id(block, instance, row)
@@ -155,7 +155,7 @@ def first_reads(graph: Graph, calls: Sequence[Call], memories: set[int]) -> dict
     found: dict[int, ProgramPoint] = {}
     first = min((call[4] for call in calls), default=0)
     for number, (block, _, _, instance, _), op in _runs_of(
-        calls, np.unique(inputs.rows[forward[parameter]]), first
+        calls, distinct(inputs.rows[forward[parameter]]), first
     ):
         for row in inputs.row(op):
             if graph.tensors.role[graph.root[row]] == t.TensorRole.PARAMETER:
@@ -244,7 +244,7 @@ def overflow_flags(graph: Graph) -> list[int]:
     """
     rows = [row for row in _optimizer_rows(graph) if graph.strings[graph.ops.name[row]] == _UNSCALE]
     reductions = (
-        [row for row in _optimizer_rows(graph) if graph.ops.kind[row] == OpKind.COLLECTIVE] if rows else []
+        [row for row in _optimizer_rows(graph) if graph.ops.kinds[row] == OpKind.COLLECTIVE] if rows else []
     )
     places: set[tuple[int, int, int]] = set()
     handed_on: set[tuple[int, int, int] | None] = set()
@@ -281,10 +281,10 @@ def _reads_any(graph: Graph, row: int, wanted: frozenset[int]) -> bool:
     while left:
         block, instance, reader = left.pop()
         for index in graph.ops.inputs.row(reader):
-            if graph.tensors.role[index] == TensorRole.GRADIENT:
+            if graph.tensors.roles[index] == TensorRole.GRADIENT:
                 continue
             place = graph.source(block, instance, index)
-            if place is None or place[2] in seen or graph.ops.phase[place[2]] != Phase.OPTIMIZER:
+            if place is None or place[2] in seen or graph.ops.phases[place[2]] != Phase.OPTIMIZER:
                 continue
             if place[2] in wanted:
                 return True
@@ -323,7 +323,7 @@ def find_layers(graph: StepGraph) -> list[Layer]:
     found: dict[tuple[int, int, str], list[int]] = {}
     for block, begin, end, instance, _ in graph.programs[0].calls.tolist():
         for row in range(begin, end):
-            if graph.ops.phase[row] != t.Phase.FORWARD:
+            if graph.ops.phases[row] != t.Phase.FORWARD:
                 continue
             name = "" if block else _layer_name(graph.strings[graph.ops.module[row]], stems)
             if block or name:
@@ -388,7 +388,7 @@ def count_job_flops(job: JobGraph) -> JobGraph:
     # Samples are counted in micro-batches of every replica.
     replicas = int(np.prod([axis.size for axis in job.mesh if axis.name != _STAGES], dtype=np.int64))
     counts = [np.array(_of_program(job, p), object) * job.rank_count(n) for n, p in enumerate(job.programs)]
-    batches = replicas * max((len(np.unique(p.calls[:, 4])) for p in job.programs), default=1)
+    batches = replicas * max((len(distinct(p.calls[:, 4])) for p in job.programs), default=1)
     counted, causal = (int(n) // batches for n in sum(counts, np.zeros(2, object)))
     return replace(job, workload=replace(job.workload, model_flops=counted, causal_attention_flops=causal))
 
@@ -415,7 +415,7 @@ def _of_program(graph: Graph, program: Program) -> tuple[int, int]:
 def _of_attention(graph: Graph, block: int, instance: int, row: int) -> int:
     """What attention needs: of a backward one, twice what its forward takes."""
     forward = int(graph.ops.forward_op[row])
-    if graph.ops.phase[row] != Phase.BACKWARD or forward == NONE:
+    if graph.ops.phases[row] != Phase.BACKWARD or forward == NONE:
         return int(graph.ops.flops[row])
     if forward < NONE:
         bound = graph.blocks[block].instances[instance].op_bindings[NONE - 1 - forward]

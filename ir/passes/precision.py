@@ -161,9 +161,9 @@ class _Finder:
             if forward in linears and self._is_product(row):
                 backward[forward].append(row)
         for row in sorted(linears):
-            again = [r for r in backward[row] if graph.ops.phase[r] == t.Phase.RECOMPUTE]
+            again = [r for r in backward[row] if graph.ops.phases[r] == t.Phase.RECOMPUTE]
             found |= {r: self._operands(r, frozenset()) for r in (row, *again)}
-            rest = [r for r in backward[row] if graph.ops.phase[r] == t.Phase.BACKWARD]
+            rest = [r for r in backward[row] if graph.ops.phases[r] == t.Phase.BACKWARD]
             gradients = frozenset(self._gradient_bases(rest))
             found |= {r: self._operands(r, gradients) for r in rest}
         return found
@@ -217,7 +217,7 @@ class _Finder:
 
     def _by_phase(self, operand: NarrowOperand) -> NarrowOperand:
         maker = int(self.graph.maker[operand.base])
-        made = maker != NONE and self.graph.ops.phase[maker] == t.Phase.BACKWARD
+        made = maker != NONE and self.graph.ops.phases[maker] == t.Phase.BACKWARD
         return replace(operand, dtype=self.recipe.gradients) if made else operand
 
     def base(self, index: int) -> int:
@@ -594,7 +594,7 @@ class _MainGradients(StepWriter):
     def _leads_to_optimizer(self, index: int, chain: set[int]) -> bool:
         """Whether nothing of the backward pass reads a tensor but views that lead to the gradient."""
         return all(
-            self.graph.ops.phase[row] == t.Phase.OPTIMIZER or chain.issuperset(self.graph.ops.outputs.row(row))
+            self.graph.ops.phases[row] == t.Phase.OPTIMIZER or chain.issuperset(self.graph.ops.outputs.row(row))
             for row in self.readers[index]
         )
 

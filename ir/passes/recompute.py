@@ -166,13 +166,13 @@ class Regions:
     def _is_forwards(self, layer: Layer, tensor: int) -> bool:
         """Whether a tensor is there after the forward pass: what backward reads of these was saved."""
         source = self.graph.source(layer.block, layer.instance, tensor)
-        return source is None or self.graph.ops.phase[source[2]] == t.Phase.FORWARD
+        return source is None or self.graph.ops.phases[source[2]] == t.Phase.FORWARD
 
     def _exposed(self, block: int, inside: frozenset[int]) -> frozenset[int]:
         """Tensors made in a region that forward operations outside of it read, also through ports."""
         graph, outside = self.graph, set[int]()
         for row in graph.blocks[block].ops:
-            if row not in inside and graph.ops.phase[row] == t.Phase.FORWARD:
+            if row not in inside and graph.ops.phases[row] == t.Phase.FORWARD:
                 outside.update(i for i in graph.ops.inputs.row(row) if int(self.made[i]) in inside)
         for other in graph.blocks:
             for instance in other.instances:

@@ -24,7 +24,7 @@ __all__ = [
     "Call",
     "PassLabel",
     "accumulate",
-    "add_to_gradient",
+    "ADD_TO_GRADIENT",
     "copy_blocks",
     "copy_rows",
     "copy_tables",
@@ -74,31 +74,32 @@ def copy_tables(builder: GraphBuilder, graph: Graph) -> None:
             builder.instance(number, instance.label, bindings=instance.bindings, op_bindings=instance.op_bindings)
 
 
-def accumulate(builder: GraphBuilder, gradients: Iterable[tuple[Tensor, int]]) -> Call:
+def accumulate(builder: GraphBuilder, gradients: Iterable[tuple[Tensor, str, int]]) -> Call:
     """A block that adds a micro-batch's gradients to those of the ones before it; returns the call of it.
 
     Args:
         builder: gets the block.
-        gradients: each with its tensor id.
+        gradients: each with its name and its tensor id.
     """
+    made = list(gradients)
     block = builder.begin_block(ACCUMULATE)
     begin = builder.op_count()
-    bindings = []
-    for tensor, tensor_id in gradients:
-        port = builder.tensor(
-            tensor.name, tensor.shape, tensor.dtype, tensor.role, port=True, sharded=tensor.sharded
-        )
-        add_to_gradient(builder, port, tensor.nbytes)
-        bindings.append(tensor_id)
-    builder.instance(block, bindings=bindings)
+    ports = builder.tensors(
+        [tensor for tensor, _, _ in made],
+        names=[name for _, name, _ in made],
+        ports=[True] * len(made),
+    )
+    nbytes = [tensor.nbytes for tensor, _, _ in made]
+    builder.computes(
+        [ADD_TO_GRADIENT] * len(made), phase=Phase.BACKWARD, inputs=[(port,) for port in ports],
+        bytes_read=[2 * each for each in nbytes], bytes_written=nbytes,
+    )  # fmt: skip
+    builder.instance(block, bindings=[tensor_id for _, _, tensor_id in made])
     return block, begin, builder.op_count(), 0, 0
 
 
-def add_to_gradient(builder: GraphBuilder, gradient: int, nbytes: int) -> int:
-    """The operation that adds a gradient to what earlier micro-batches left."""
-    return builder.compute(
-        "aten.add_", phase=Phase.BACKWARD, inputs=(gradient,), bytes_read=2 * nbytes, bytes_written=nbytes
-    )
+ADD_TO_GRADIENT = "aten.add_"
+"""The operation that adds a gradient to what earlier micro-batches left: it reads both, and writes one."""
 
 
 def in_micro_batch(calls: Iterable[Call], micro_batch: int) -> list[Call]:

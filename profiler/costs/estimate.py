@@ -7,9 +7,10 @@ is what almost all of them are; matrix products, attention and convolutions are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -128,32 +129,54 @@ def estimate(
     known[graph.ops.duration.rows[graph.ops.duration_source == Source.IMPORTED]] = 0
     works = np.isin(graph.ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~graph.ops.is_view & (known == NONE)
     rows = np.flatnonzero(works).tolist()
-    memo: Known = {}
     costs = {} if known_costs is None else known_costs
-    cores: list[str] = []
-    for row, key in zip(rows, _signatures(graph, rows), strict=True):
-        if key not in memo:
-            op = graph.ops[row]
-            assert isinstance(op, Compute | Copy)
-            operands = [graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]
-            what = _identity(op, operands)
-            if what not in costs:
-                costs[what] = cost_of(op, operands, device), _core(op, operands)
-            memo[key] = costs[what]
-        cost, core = memo[key]
-        cores.append(core)
-        if not float(cost.seconds) < LONGEST_S:
-            raise GraphError(
-                f"operation {graph.ops[row].name}: would take over {LONGEST_S / 86400:.0f} days on {device.name}"
-            )
-        picoseconds[row] = to_ps(float(cost.seconds))
-        source[row] = Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL
-        spread[row] = cost.spread
+    alike, number_of = _alike(graph, rows)
+    found = [_known(graph, row, what, device, costs) for row, what in alike]
     at = np.asarray(rows, np.int64)
+    picoseconds[at] = np.array([to_ps(float(cost.seconds)) for cost, _ in found], np.int64)[number_of]
+    fitted = [Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL for cost, _ in found]
+    source[at] = np.array(fitted, np.uint8)[number_of]
+    spread[at] = np.array([cost.spread for cost, _ in found], np.float32)[number_of]
+    cores = [found[number][1] for number in number_of.tolist()]
     picoseconds = _sustained(graph, device, at, cores, picoseconds)
     paced = at[np.array([bool(core) for core in cores], bool)]
     picoseconds[paced] = np.rint(picoseconds[paced] * slower).astype(np.int64)
     return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
+
+
+def _alike(graph: Graph, rows: list[int]) -> tuple[list[tuple[int, Hashable]], Int64]:
+    """Operations that differ in what their cost depends on, with that, and for each operation which it is like."""
+    numbers: dict[Signature, int] = {}
+    signatures, types = _signatures(graph, rows)
+    number_of = [numbers.setdefault(key, len(numbers)) for key in signatures]
+    first = dict(zip(reversed(number_of), reversed(rows), strict=True))
+    ops, found = graph.ops, list[tuple[int, Hashable]]()
+    values = (*ops.attribute_values, None)  # none is -1, the last
+    for (kind, name, phase, attributes, *sizes, inputs, outputs), number in numbers.items():
+        row = first[number]
+        sides = tuple(tuple(types[i] for i in side) for side in (inputs, outputs))
+        what = kind, ops.strings[name], phase, values[attributes], ops.flops.item(row), *sizes, sides
+        found.append((row, what))
+    return found, np.array(number_of, np.int64)
+
+
+def _known(
+    graph: Graph, row: int, what: Hashable, device: DeviceProfile, costs: Known
+) -> tuple[CostEstimate, str]:
+    """What an operation costs, and the peak that its tensor cores work at, asked for where it is not known.
+
+    Raises:
+        GraphError: it takes longer than the clock counts, or its operands contradict each other.
+    """
+    if what not in costs:
+        op = graph.ops[row]
+        assert isinstance(op, Compute | Copy)
+        operands = [graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]
+        costs[what] = cost_of(op, operands, device), _core(op, operands)
+    if not float(costs[what][0].seconds) < LONGEST_S:
+        name = graph.strings[graph.ops.name[row]]
+        raise GraphError(f"operation {name}: would take over {LONGEST_S / 86400:.0f} days on {device.name}")
+    return costs[what]
 
 
 def _sustained(graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[str], picoseconds: Int64) -> Int64:
@@ -193,7 +216,7 @@ def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
     rows = np.flatnonzero(np.isin(ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~ops.is_view)
     memo: dict[Hashable, str] = {}
     per_flop = np.zeros(len(rows))
-    for at, (row, key) in enumerate(zip(rows.tolist(), _signatures(job, rows.tolist()), strict=True)):
+    for at, (row, key) in enumerate(zip(rows.tolist(), _signatures(job, rows.tolist())[0], strict=True)):
         if key not in memo:
             op = job.ops[row]
             assert isinstance(op, Compute | Copy)
@@ -228,27 +251,31 @@ def _core(op: Compute | Copy, operands: _InOut) -> str:
     return STAND_IN.get(name, name)
 
 
-def _signatures(graph: Graph, rows: list[int]) -> Iterator[Hashable]:
-    """Of each operation what its cost depends on, read off the columns: equal ones are costed once."""
-    if not rows:
-        return
+Signature = tuple[Any, ...]
+
+
+def _signatures(graph: Graph, rows: list[int]) -> tuple[list[Signature], list[Hashable]]:
+    """Of each operation what its cost depends on, read off the columns: equal ones are costed once.
+
+    Returns:
+        Kind, name, phase, attributes, bytes and operands of each, and the types by which operands are numbered.
+    """
     ops, tensors = graph.ops, graph.tensors
     types: dict[Hashable, int] = {}
     shapes, ends = tensors.shape.values.tolist(), tensors.shape.offsets.tolist()
     spans = zip(tensors.dtype.tolist(), ends, ends[1:], strict=False)
-    of = [types.setdefault((dtype, *shapes[low:high]), len(types)) for dtype, low, high in spans]
+    of = np.array(
+        [types.setdefault((dtype, *shapes[low:high]), len(types)) for dtype, low, high in spans], np.int64
+    )
     columns = (ops.kind, ops.name, ops.phase, ops.attributes, ops.bytes_read, ops.bytes_written, ops.nbytes)
-    for row, *rest in zip(rows, *(column[rows].tolist() for column in columns), strict=True):
-        inputs, outputs = (tuple(of[i] for i in side[row].tolist()) for side in (ops.inputs, ops.outputs))
-        yield *rest, inputs, outputs
-
-
-def _identity(op: Compute | Copy, operands: _InOut) -> Hashable:
-    """What the cost of an operation depends on, in any graph."""
-    shapes = tuple(tuple((tensor.dtype, tensor.shape) for tensor in side) for side in operands)
-    if isinstance(op, Copy):
-        return op.name, op.nbytes, shapes
-    return op.name, op.phase, op.attributes, op.flops, op.bytes_read, op.bytes_written, shapes
+    (of_in, begin), (of_out, start) = (
+        (of[side.values].tolist(), side.offsets.tolist()) for side in (ops.inputs, ops.outputs)
+    )
+    found = [
+        (*rest, tuple(of_in[begin[row] : begin[row + 1]]), tuple(of_out[start[row] : start[row + 1]]))
+        for row, *rest in zip(rows, *(column[rows].tolist() for column in columns), strict=True)
+    ]
+    return found, list(types)
 
 
 def cost_of(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> CostEstimate:

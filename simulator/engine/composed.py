@@ -170,7 +170,10 @@ class _Pieces:
         self.work = work_of(sample.job, device[:, None], host[:, None])
         self.matrices: dict[int, TransferMatrix] = {}
         self.chains: dict[tuple[int, ...], SegmentChain] = {}
+        self.alike: dict[object, TransferMatrix] = {}
+        self.multiplied: dict[tuple[TransferMatrix, ...], SegmentChain] = {}
         self.device, self.host = device, host
+        self.columns = self.work.lane, self.work.hosts, device.tolist(), host.tolist()
         self.of = [self._program(number, sequence) for number, sequence in enumerate(segments.sequences)]
 
     def _program(self, number: int, sequence: SegmentSequence) -> dict[PassLabel, _Piece]:
@@ -234,14 +237,24 @@ class _Pieces:
             raise NotAlike(f"pass {label} waits for pass {of}")
         return _Input(port=port, of=None if of == label else of, slot=slot_of[maker] + out_port)
 
-    def _matrix(self, kind: int) -> TransferMatrix:
-        if kind not in self.matrices:
-            self.matrices[kind] = transfer_matrix(self.segments.kinds[kind], self.work)
-        return self.matrices[kind]
+    def _matrix(self, number: int) -> TransferMatrix:
+        """The matrix of a kind of segment: one for all kinds that take as long, and wait alike."""
+        if number not in self.matrices:
+            kind = self.segments.kinds[number]
+            rows = slice(kind.rows.start, kind.rows.stop)
+            times = tuple(tuple(column[rows]) for column in self.columns)
+            key = (*times, kind.waits, kind.inputs, kind.outputs)
+            if key not in self.alike:
+                self.alike[key] = transfer_matrix(kind, self.work)
+            self.matrices[number] = self.alike[key]
+        return self.matrices[number]
 
     def _chain(self, kinds: tuple[int, ...]) -> SegmentChain:
         if kinds not in self.chains:
-            self.chains[kinds] = SegmentChain(tuple(map(self._matrix, kinds)))
+            matrices = tuple(map(self._matrix, kinds))
+            if matrices not in self.multiplied:
+                self.multiplied[matrices] = SegmentChain(matrices)
+            self.chains[kinds] = self.multiplied[matrices]
         return self.chains[kinds]
 
 

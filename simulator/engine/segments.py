@@ -326,12 +326,18 @@ def _connect(
 ) -> None:
     maker, reader = c.segment(before), c.segment(after)
     rows = (maker, before - c.start[maker], reader, after - c.start[reader])
+    kind = sequence.kind.tolist()
+    outputs = {number: _places(kinds[number].outputs) for number in {kind[its] for its in rows[0].tolist()}}
+    inputs = {number: _places(kinds[number].inputs) for number in {kind[its] for its in rows[2].tolist()}}
     for edge, (its, out_port, segment, in_port) in enumerate(zip(*(row.tolist() for row in rows), strict=True)):
-        out = kinds[sequence.kind[its]].outputs.index(out_port)
-        into = kinds[sequence.kind[segment]].inputs.index(in_port)
+        out, into = outputs[kind[its]][out_port], inputs[kind[segment]][in_port]
         sequence.incoming.setdefault(segment, []).append((into, edge))
         sequence.outgoing.setdefault(its, []).append((out, edge))
         sequence.maker.append((its, out))
+
+
+def _places(ops: tuple[int, ...]) -> dict[int, int]:
+    return {op: place for place, op in enumerate(ops)}
 
 
 # -- transfer matrices --------------------------------------------------------------------------------------------

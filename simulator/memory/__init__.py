@@ -1074,12 +1074,13 @@ def _at_peak(usage: Usage) -> tuple[dict[str, int], tuple[Contributor, ...], tup
     parts: Counter[tuple[str, str]] = Counter()
     alike: dict[LiveTensor, list[int]] = {}
     known: dict[int, str] = {}
+    likes: dict[tuple[int, int, bool, str], LiveTensor] = {}
     for number, count in zip(*np.unique(alive, return_counts=True), strict=True):
         role = ROLES[int(memories.role[number])]
         nbytes = int(usage.size[number]) * int(count)
         by_role[role] += nbytes
         parts[role, _where(memories, int(number), known)] += nbytes
-        found = alike.setdefault(_alike(memories, int(number), role), [0, 0])
+        found = alike.setdefault(_alike(memories, int(number), role, likes), [0, 0])
         found[0] += int(count)
         found[1] += nbytes
     largest = sorted(parts.items(), key=lambda item: (-item[1], item[0]))[:CONTRIBUTORS]
@@ -1089,18 +1090,27 @@ def _at_peak(usage: Usage) -> tuple[dict[str, int], tuple[Contributor, ...], tup
     return dict(by_role), contributors, tuple(tensors[:TENSORS])
 
 
-def _alike(memories: Memories, number: int, role: str) -> LiveTensor:
-    """What a memory has in common with those like it."""
+def _alike(
+    memories: Memories, number: int, role: str, known: dict[tuple[int, int, bool, str], LiveTensor]
+) -> LiveTensor:
+    """What a memory has in common with those like it, kept by what tells them: those of all instances are one."""
     job = memories.job
     if number >= memories.tensors:
-        op = job.locate_op((number - memories.tensors) % memories.ops)[2]
-        tensor = None
+        op, row = job.locate_op((number - memories.tensors) % memories.ops)[2], NONE
     else:
         row = job.locate_tensor(number)[2]
-        op, tensor = int(job.maker[row]), job.tensors[row]
-    made = op != NONE and memories.made[number]
+        op = int(job.maker[row])
+    key = op, row, op != NONE and bool(memories.made[number]), role
+    if key not in known:
+        known[key] = _like(job, *key)
+    return known[key]
+
+
+def _like(job: JobGraph, op: int, row: int, made: bool, role: str) -> LiveTensor:
+    """A memory of an operation, or of a tensor."""
     like = LiveTensor(role=role, where="", count=0, nbytes=0)
-    if tensor is not None:
+    if row != NONE:
+        tensor = job.tensors[row]
         like = replace(like, where=_layers(tensor.name), shape=tensor.shape, dtype=tensor.dtype.text)
     if made:
         where, phase = _layers(job.strings[job.ops.module[op]]), Phase(int(job.ops.phase[op])).name.lower()

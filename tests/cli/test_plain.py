@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +25,10 @@ def read(words: list[str], *, plainly: bool) -> Any:
         text: str = "none",
         several: list[str] | None = None,
         limited: Annotated[int, typer.Option(min=1, max=9)] = 1,
+        share: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
         flag: bool | None = None,
     ) -> None:
-        given.append((path, whole, number, text, several, limited, flag))
+        given.append((path, whole, number, text, several, limited, share, flag))
 
     made = typer.main.get_command(app)
     if plainly:
@@ -52,6 +55,11 @@ def read(words: list[str], *, plainly: bool) -> Any:
         "a.pb --number inf",
         "a.pb --number x",
         "a.pb --limited 9",
+        "a.pb --limited 1",
+        "a.pb --limited 0",
+        "a.pb --share 0.25 --limited 0009",
+        "a.pb --share 1.5",
+        "a.pb --share -0",
         "a.pb --limited 10",
         "a.pb --limited x",
         "/ --whole 3",
@@ -61,3 +69,17 @@ def test_values_and_errors_are_those_of_typer(words: str) -> None:
     import shlex
 
     assert read(shlex.split(words), plainly=True) == read(shlex.split(words), plainly=False)
+
+
+def test_what_is_plain_loads_no_library_that_checks() -> None:
+    program = """
+import sys
+from echograph.cli import echosim
+sys.argv = ["echosim", "run", "missing.pb", "--gpus", "8", "--tp", "2"]
+try:
+    echosim.main()
+except SystemExit as ended:
+    assert ended.code == 1, ended.code
+assert "pydantic" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)

@@ -48,6 +48,8 @@ from echograph.ir.types import Tensor, TensorRole
 
 BlockInstance = tuple[int, int]
 """(block, instance) of the step."""
+MAIN = -1
+"""In place of a chunk: what is of the main block."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,7 +131,7 @@ class Layers:
         launches = rows[np.isin(graph.ops.attributes[rows], shares)].tolist()
         led = {row: with_lead(graph.ops[row], leads=row in made.leads) for row in launches}
         attributes = {row: op.attributes for row, op in led.items() if isinstance(op, t.Compute) and op.attributes}
-        copy_tensors(builder, graph, np.arange(block.tensors.start, block.tensors.stop), tensors)
+        copy_tensors(builder, graph, block.tensors, tensors)
         copy_ops(builder, graph, rows, tensors, ops, attributes)
 
     def number(self, first_id: int, first_op_id: int) -> tuple[int, int]:
@@ -246,12 +248,25 @@ class PipelineContext:
     shared: dict[int, int | None]
     sharers: int = 1
     _tensors: dict[int, t.Tensor] = field(default_factory=dict, init=False)
+    _calls: dict[int, list[tuple[int, Call]]] = field(default_factory=dict, init=False)
 
     def tensor(self, row: int) -> t.Tensor:
         """A tensor of the step."""
         if row not in self._tensors:
             self._tensors[row] = self.graph.tensors[row]
         return self._tensors[row]
+
+    def calls_of(self, chunk: int) -> list[tuple[int, Call]]:
+        """The calls of the step, each with its number, of the main block and of a chunk's layers."""
+        if not self._calls:
+            self._calls[MAIN] = []
+            for number, (block, begin, end, instance, micro_batch) in enumerate(
+                self.graph.programs[0].calls.tolist()
+            ):
+                where = self.placement.instances[block, instance] if block else MAIN
+                its = self._calls.setdefault(where, [])
+                its.append((number, (block, begin, end, instance, micro_batch)))
+        return sorted([*self._calls[MAIN], *self._calls.get(chunk, [])])
 
     def is_flag(self, tensor: int) -> bool:
         """Whether a tensor id is a version of a flag that is handed through all stages."""
@@ -480,12 +495,13 @@ class Chunk:
         graph, placement = self.plan.graph, self.plan.placement
         first = self.builder.op_count()
         self._name_shares()
+        own = self.plan.calls_of(self.number)
         for part in PipelinePhase:
             self._run(part, _FIRST, self._begin(part))
-            for number, (block, begin, end, instance, _) in enumerate(graph.programs[0].calls.tolist()):
+            for number, (block, begin, end, instance, _) in own:
                 if block == 0:
                     self._main(part, number, range(begin, end))
-                elif placement.instances[block, instance] == self.number:
+                else:
                     call = self.plan.layers.call((block, instance), begin, end, part)
                     self.calls[part] += [((number, begin, 0), call)] if call else []
             self._run(part, _LAST, self._end(part))
@@ -1076,8 +1092,8 @@ def _op_id(plan: PipelineContext, chunks: dict[int, Chunk], number: int, op: int
     return chunk.first_op_id + chunk.ops[row] - chunk.written.start
 
 
-def _gradients(plan: PipelineContext, chunk: Chunk) -> list[tuple[Tensor, int]]:
-    """The final gradients that a chunk makes and that have to be added up, with their ids in the job."""
+def _gradients(plan: PipelineContext, chunk: Chunk) -> list[tuple[Tensor, str, int]]:
+    """The final gradients that a chunk makes and that have to be added up, with names and ids in the job."""
     graph, placement = plan.graph, plan.placement
     places: dict[int, list[int]] = {}
     for (block, instance), number in placement.instances.items():
@@ -1089,10 +1105,17 @@ def _gradients(plan: PipelineContext, chunk: Chunk) -> list[tuple[Tensor, int]]:
             continue
         block = int(graph.block_of_op[graph.maker[row]])
         if block:
-            ids = [graph.tensor_id(block, instance, row) for instance in places.get(block, ())]
-        elif (chunk.number, row) in placement.shares:
+            # Of a layer all is as in the step; only the name has its label.
+            value, instances = replace(plan.tensor(row), role=TensorRole.GRADIENT), graph.blocks[block].instances
+            for instance in places.get(block, ()):
+                name = value.name.replace("{}", instances[instance].label)
+                found.append((value, name, chunk.new_id(graph.tensor_id(block, instance, row))))
+            continue
+        if (chunk.number, row) in placement.shares:
             ids = [graph.tensor_id(0, 0, placement.shares[chunk.number, row])]
         else:
             ids = [graph.tensor_id(0, 0, row)] if chunk.number in placement.ops[int(graph.maker[row])] else []
-        found += [(replace(chunk.value(i), role=TensorRole.GRADIENT), chunk.new_id(i)) for i in ids]
+        for i in ids:
+            value = replace(chunk.value(i), role=TensorRole.GRADIENT)
+            found.append((value, value.name, chunk.new_id(i)))
     return found

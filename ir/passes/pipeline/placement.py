@@ -128,7 +128,7 @@ def layer_names(graph: StepGraph) -> list[str]:
     found: dict[str | None, None] = {}
     for block, begin, end, instance, _ in graph.programs[0].calls.tolist():
         for row in range(begin, end) if block == 0 else (begin,):
-            if graph.ops.phase[row] == t.Phase.FORWARD:
+            if graph.ops.phases[row] == t.Phase.FORWARD:
                 label = graph.blocks[block].instances[instance].label
                 found.setdefault(layer_of(graph.strings[graph.ops.module[row]], label))
     return [name for name in found if name is not None]
@@ -192,12 +192,12 @@ class _Placer:
         # An activation that nothing made is memory, which is written in place.
         fixed = (t.TensorRole.INPUT, t.TensorRole.BUFFER, t.TensorRole.ACTIVATION)
         for row in self.main:
-            if graph.ops.phase[row] != t.Phase.FORWARD or graph.ops.kind[row] != t.OpKind.COMPUTE:
+            if graph.ops.phases[row] != t.Phase.FORWARD or graph.ops.kinds[row] != t.OpKind.COMPUTE:
                 continue
             origins = [int(graph.origin[tensor]) for tensor in self._touched(row)]
             if all(
                 int(graph.maker[i]) in common
-                or (graph.maker[i] == NONE and not graph.tensors.port[i] and graph.tensors.role[i] in fixed)
+                or (graph.maker[i] == NONE and not graph.tensors.port[i] and graph.tensors.roles[i] in fixed)
                 for i in origins
             ):
                 common.add(row)
@@ -214,15 +214,15 @@ class _Placer:
                 ended |= layer_of(module, graph.blocks[block].instances[instance].label) == final
                 continue
             for row in range(begin, end):
-                if graph.ops.phase[row] == t.Phase.OPTIMIZER:
+                if graph.ops.phases[row] == t.Phase.OPTIMIZER:
                     continue
                 layer = str(layer_of(graph.strings[graph.ops.module[row]]))
                 own = self.layers.get(layer)
                 if own is not None:
                     current, ended = own, ended or layer == final
-                elif graph.ops.phase[row] == t.Phase.FORWARD and ended:
+                elif graph.ops.phases[row] == t.Phase.FORWARD and ended:
                     own = current = self.placement.chunks - 1
-                elif graph.ops.phase[row] != t.Phase.FORWARD:
+                elif graph.ops.phases[row] != t.Phase.FORWARD:
                     own = self._of_forward_op(row, home)
                     own = self._of_inputs(row, home) if own is None else own
                 home[row] = current if own is None else own
@@ -242,7 +242,7 @@ class _Placer:
     def _of_inputs(self, row: int, home: dict[int, int]) -> int | None:
         """Where the backward operations of the main block run that make what one reads."""
         makers = (int(self.graph.maker[tensor]) for tensor in self.graph.ops.inputs.row(row))
-        made = [home[m] for m in makers if m in home and self.graph.ops.phase[m] == t.Phase.BACKWARD]
+        made = [home[m] for m in makers if m in home and self.graph.ops.phases[m] == t.Phase.BACKWARD]
         return min(made, default=None)
 
     def _replicate(self, common: set[int], home: dict[int, int]) -> None:
@@ -276,12 +276,12 @@ class _Placer:
         held: dict[int, set[int]] = defaultdict(set)
         for row, chunks in placement.ops.items():
             for tensor in graph.ops.inputs.row(row):
-                if graph.tensors.role[tensor] == t.TensorRole.PARAMETER and graph.maker[tensor] == NONE:
+                if graph.tensors.roles[tensor] == t.TensorRole.PARAMETER and graph.maker[tensor] == NONE:
                     held[int(graph.root[tensor])] |= chunks
         for (block, instance), chunk in placement.instances.items():
             for bound in graph.blocks[block].instances[instance].bindings:
                 owner, _, tensor = graph.locate_tensor(bound)
-                parameter = graph.tensors.role[tensor] == t.TensorRole.PARAMETER and graph.maker[tensor] == NONE
+                parameter = graph.tensors.roles[tensor] == t.TensorRole.PARAMETER and graph.maker[tensor] == NONE
                 if owner == 0 and parameter:
                     held[int(graph.root[tensor])].add(chunk)
         placement.holders = {tensor: frozenset(chunks) for tensor, chunks in held.items()}
@@ -307,7 +307,7 @@ class _Gradients:
     def _sum(self, tensor: int) -> tuple[int, int] | None:
         """What an addition of two gradients adds; None where the tensor is no such sum."""
         maker = int(self.graph.maker[tensor])
-        if maker == NONE or self.graph.ops.phase[maker] != t.Phase.BACKWARD:
+        if maker == NONE or self.graph.ops.phases[maker] != t.Phase.BACKWARD:
             return None
         inputs = self.graph.ops.inputs.row(maker)
         name = self.graph.strings[self.graph.ops.name[maker]]
@@ -370,7 +370,7 @@ class OptimizerPlacer:
             PlanError: a value of several stages is neither the norm of all gradients nor their overflow flag.
         """
         graph, placement = self.graph, self.placement
-        rows = [r for r in graph.blocks[0].ops if graph.ops.phase[r] == t.Phase.OPTIMIZER]
+        rows = [r for r in graph.blocks[0].ops if graph.ops.phases[r] == t.Phase.OPTIMIZER]
         flags = overflow_flags(graph)
         placement.flags = {row: graph.tensor_id(0, 0, graph.ops.outputs.row(row)[-1]) for row in flags}
         placement.flag_memory = {memory_of(graph, 0, 0, graph.ops.outputs.row(row)[-1]) for row in flags}
@@ -409,8 +409,8 @@ class OptimizerPlacer:
         """The memory behind a tensor if it belongs to a parameter; what is only read, as a buffer, does not."""
         root = int(self.graph.root[tensor])
         maker = int(self.graph.maker[root])
-        made = maker != NONE and self.graph.ops.phase[maker] != t.Phase.OPTIMIZER
-        return root if made or self.graph.tensors.role[root] in _KEPT else None
+        made = maker != NONE and self.graph.ops.phases[maker] != t.Phase.OPTIMIZER
+        return root if made or self.graph.tensors.roles[root] in _KEPT else None
 
     def _find(self, node: int) -> int:
         root = node
@@ -430,7 +430,7 @@ class OptimizerPlacer:
             if source is None:
                 holders = placement.holders.get(int(graph.root[tensor]))
                 found |= {holders} if holders else self._of_state(tensor) if not outside else set()
-            elif source[0] == 0 and graph.ops.phase[source[2]] == t.Phase.OPTIMIZER:
+            elif source[0] == 0 and graph.ops.phases[source[2]] == t.Phase.OPTIMIZER:
                 if not outside and source[2] not in placement.stagewide:
                     found.add(placement.ops[source[2]])
             else:
@@ -484,7 +484,7 @@ class OptimizerPlacer:
             ports = {
                 int(graph.root[tensor])
                 for row in block.ops
-                if graph.ops.phase[row] == t.Phase.OPTIMIZER
+                if graph.ops.phases[row] == t.Phase.OPTIMIZER
                 for tensor in graph.ops.inputs.row(row)
                 if graph.tensors.port[graph.root[tensor]]
             }
@@ -492,7 +492,7 @@ class OptimizerPlacer:
                 here = frozenset((placement.instances[number, index],))
                 for port in ports:
                     source = graph.source(number, index, port)
-                    if source is None or graph.ops.phase[source[2]] != t.Phase.OPTIMIZER:
+                    if source is None or graph.ops.phases[source[2]] != t.Phase.OPTIMIZER:
                         continue
                     known = (source[0] == 0 and source[2] in placement.stagewide) or here <= placement.of(source)
                     if not known and not self._is_flag(number, index, port):
@@ -635,7 +635,7 @@ def parts(graph: StepGraph, routes: Routes, *, split: bool) -> list[PipelinePhas
     if split:
         needed = _InputGradients(graph).needed(routes)
         for row in range(len(found)):
-            if graph.ops.phase[row] == t.Phase.BACKWARD and row not in needed:
+            if graph.ops.phases[row] == t.Phase.BACKWARD and row not in needed:
                 found[row] = PipelinePhase.WEIGHT
     return found
 

@@ -516,7 +516,7 @@ def _report(graph: StepGraph, sharding: Sharding) -> list[str]:
     lines: dict[str, None] = {}
     for row, decision in sorted(sharding.decisions.items()):
         where = f"{graph.strings[graph.ops.module[row]] or 'loss'} (aten.{operator(graph, row)})"
-        forward = graph.ops.phase[row] == Phase.FORWARD
+        forward = graph.ops.phases[row] == Phase.FORWARD
         if forward and graph.ops.flops[row] and set(decision.inputs) <= {WHOLE}:
             lines[f"{where}: whole on every rank"] = None
         for index, wanted in zip(graph.ops.inputs.row(row), decision.inputs, strict=True):

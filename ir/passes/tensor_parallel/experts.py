@@ -79,7 +79,7 @@ class OwnTokens:
             row
             for block in blocks
             for row in graph.blocks[block].ops
-            if graph.ops.phase[row] != Phase.OPTIMIZER
+            if graph.ops.phases[row] != Phase.OPTIMIZER
             and _within(module := _module(graph, row), layers)
             and not _within(module, cut)
         )
@@ -104,7 +104,7 @@ class OwnTokens:
         place = self.places.get(index)
         if place is not None:
             return Shard(place.dim, place.before)
-        return gradient if self.graph.tensors.role[index] == TensorRole.GRADIENT else WHOLE
+        return gradient if self.graph.tensors.roles[index] == TensorRole.GRADIENT else WHOLE
 
 
 def _products(graph: StepGraph) -> list[int]:

@@ -170,7 +170,7 @@ class _Bulk(StepWriter):
         """What gradients of weights come after: the product or the reduction of an input's gradient."""
         flow = self.flow
         for row in rows:
-            if self.graph.ops.phase[row] != t.Phase.BACKWARD:
+            if self.graph.ops.phases[row] != t.Phase.BACKWARD:
                 continue
             if (gather := flow.communication(row, t.CollectiveKind.ALL_GATHER)) is not None:
                 yield from ((product, [product]) for product in flow.products_of(gather))
@@ -183,7 +183,7 @@ class _Bulk(StepWriter):
         while open_rows:
             for index in self.flow.ops[open_rows.pop()].inputs:
                 maker = int(self.graph.maker[index])
-                if maker == NONE or self.graph.ops.phase[maker] != t.Phase.BACKWARD:
+                if maker == NONE or self.graph.ops.phases[maker] != t.Phase.BACKWARD:
                     continue
                 if self.flow.is_product(maker):
                     found.add(maker)
@@ -200,7 +200,7 @@ class _Bulk(StepWriter):
         layers = {int(ops.forward_op[row]) for row in products} - {NONE}
         late = {
             row for row in call
-            if int(ops.forward_op[row]) in layers and ops.phase[row] == t.Phase.BACKWARD and row not in needed
+            if int(ops.forward_op[row]) in layers and ops.phases[row] == t.Phase.BACKWARD and row not in needed
         }  # fmt: skip
         early = self._add_what_is_read_by(late, [row for row in reversed(call) if row not in needed])
         for row in call:  # what reads what is late
@@ -223,7 +223,7 @@ class _Bulk(StepWriter):
         early: set[int] = set()
         for row in rows:
             readers = {r for i in self.flow.ops[row].outputs for r in self.flow.readers[i]}
-            if row in late or not readers or self.graph.ops.phase[row] != t.Phase.BACKWARD:
+            if row in late or not readers or self.graph.ops.phases[row] != t.Phase.BACKWARD:
                 continue
             gathers = self.flow.communication(row, t.CollectiveKind.ALL_GATHER) is not None
             if readers <= early or (gathers and readers <= late | early):

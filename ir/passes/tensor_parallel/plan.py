@@ -315,7 +315,7 @@ def _pairs(graph: StepGraph) -> list[Pair]:
     for number in range(len(graph.blocks)):
         flow = _Flow(graph, number)
         for row in graph.blocks[number].ops:
-            if graph.ops.phase[row] == Phase.FORWARD and graph.strings[graph.ops.name[row]] in _ADDITIONS:
+            if graph.ops.phases[row] == Phase.FORWARD and graph.strings[graph.ops.name[row]] in _ADDITIONS:
                 for pair in flow.pairs_of(row):
                     same = pairs.get(str(pair))
                     pairs[str(pair)] = pair if same is None else same.joined(pair)
@@ -330,7 +330,7 @@ class _Flow:
         self.products = {
             row: weight
             for row in graph.blocks[number].ops
-            if graph.ops.phase[row] == Phase.FORWARD and (weight := weight_of(graph, row))
+            if graph.ops.phases[row] == Phase.FORWARD and (weight := weight_of(graph, row))
         }
 
     def pairs_of(self, row: int) -> Iterator[Pair]:
@@ -417,7 +417,7 @@ def _parameter(graph: StepGraph, index: int) -> str | None:
     """Name of the parameter that a tensor is, turned or converted; None where it is something else."""
     while (maker := int(graph.maker[index])) != NONE and graph.strings[graph.ops.name[maker]] in _CARRIERS:
         index = graph.ops.inputs.row(maker)[0]
-    is_parameter = graph.tensors.role[index] == TensorRole.PARAMETER
+    is_parameter = graph.tensors.roles[index] == TensorRole.PARAMETER
     return graph.tensors[index].name if maker == NONE and is_parameter else None
 
 
@@ -552,7 +552,7 @@ class Sharding:
         workload, shape = self.graph.workload, self.graph.tensors.shape.row(index)
         batch, positions = workload.batch_size, workload.sequence_length
         shared = self.sequence_parallel and positions and positions % self.size == 0
-        if not shared or self.graph.tensors.role[index] != t.TensorRole.ACTIVATION:
+        if not shared or self.graph.tensors.roles[index] != t.TensorRole.ACTIVATION:
             return WHOLE
         if len(shape) == 3 and shape[:2] == (batch, positions):
             return Shard(1)
@@ -595,7 +595,7 @@ class Sharding:
             if isinstance(has, Partial) and not isinstance(wanted, Partial):
                 self._demanded.add(self._first_summand(index))
         for index, made in zip(outputs, decision.outputs, strict=True):
-            at_once = site.name in ("addmm", "baddbmm") or graph.tensors.role[index] == t.TensorRole.GRADIENT
+            at_once = site.name in ("addmm", "baddbmm") or graph.tensors.roles[index] == t.TensorRole.GRADIENT
             if isinstance(made, Partial) and (at_once or index in self.reduced):
                 self.reduced.add(index)
                 made = self.reduction_target(index)

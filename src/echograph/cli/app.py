@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def run(app: typer.Typer, name: str) -> None:
                 stream.reconfigure(errors="backslashreplace")
     try:
         with _terminable():
-            status = _command_of(app)(prog_name=name, standalone_mode=False)
+            status = _command_of(app, *sys.argv[1:2])(prog_name=name, standalone_mode=False)
             if status == EXIT_INTERRUPTED:
                 raise KeyboardInterrupt  # of which Typer made this status
             if sys.stdout is not None:
@@ -88,11 +89,29 @@ def run(app: typer.Typer, name: str) -> None:
 
 
 @cache
-def _command_of(app: typer.Typer) -> Callable[..., object]:
-    """The commands and options of an app: looking through all of their annotations takes a while."""
-    command = typer.main.get_command(app)
+def _command_of(app: typer.Typer, word: str = "") -> Callable[..., object]:
+    """The commands and options of an app: looking through all of their annotations takes a while.
+
+    Args:
+        app: the app.
+        word: the first of the command line; where it names a command, that one alone is made.
+    """
+    command = typer.main.get_command(_asked(app, word))
     read_plainly(command)
     return command
+
+
+def _asked(app: typer.Typer, word: str) -> typer.Typer:
+    named = [its for its in app.registered_commands if (its.name or _name_of(its.callback)) == word != ""]
+    if not named:
+        return app
+    alone = copy(app)
+    alone.registered_commands, alone.registered_groups = named, []
+    return alone
+
+
+def _name_of(function: Callable[..., Any] | None) -> str:
+    return "" if function is None else function.__name__.lower().replace("_", "-")
 
 
 class _Terminated(BaseException):
@@ -167,7 +186,7 @@ def _drop_output() -> None:
 # were not given. Whole numbers, decimal numbers, texts and paths are read here; what is not plainly one, and what
 # is out of range, is left to Typer, which knows how to say so.
 
-_LIMITS = ("min", "max", "parser", "click_type", "path_type", "formats", "exists", "resolve_path", "writable")
+_LIMITS = ("clamp", "parser", "click_type", "path_type", "formats", "exists", "resolve_path", "writable")
 
 
 def read_plainly(command: Any) -> None:
@@ -180,9 +199,9 @@ def read_plainly(command: Any) -> None:
         if not hasattr(parameter, "_runtime_param") or not hasattr(parameter, "get_runtime_param"):
             continue
         about = parameter.type_descriptor
-        limits = (getattr(about.parameter_info, name, None) for name in _LIMITS)
+        low, high, *limits = (getattr(about.parameter_info, name, None) for name in ("min", "max", *_LIMITS))
         limited = any(limit is not None and limit is not False for limit in limits)
-        parameter._runtime_param = _Plain(parameter, None if limited else about.annotation)
+        parameter._runtime_param = _Plain(parameter, None if limited else about.annotation, low, high)
     for under in getattr(command, "commands", {}).values():
         read_plainly(under)
 
@@ -190,22 +209,31 @@ def read_plainly(command: Any) -> None:
 class _Plain:
     """Reads the value of one parameter."""
 
-    def __init__(self, parameter: Any, kind: Any) -> None:
-        self.parameter, self.kind = parameter, kind
+    def __init__(self, parameter: Any, kind: Any, low: float | None, high: float | None) -> None:
+        self.parameter, self.kind, self.low, self.high = parameter, kind, low, high
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
         """The value, as typer calls it."""
         if value is None:
             return () if param.multiple or param.nargs == -1 else None
-        if type(value) is self.kind:
+        if type(value) is self.kind and self._within(value):
             return value
         if isinstance(value, tuple | list) and self.kind == list[str] and all(type(text) is str for text in value):
             return list(value)
         read = _READERS.get(self.kind)
-        if read is not None and isinstance(value, str) and (found := read(value)) is not None:
+        found = read(value) if read is not None and isinstance(value, str) else None
+        if found is not None and self._within(found):
             return found
         self.parameter._runtime_param = None
         return self.parameter.get_runtime_param().coerce(value, param=param, ctx=ctx)
+
+    def _within(self, value: Any) -> bool:
+        """Whether a value keeps to the bounds of its parameter, where that has any."""
+        if self.low is None and self.high is None:
+            return True
+        return self.kind in (int, float) and (
+            (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+        )
 
 
 def _int(text: str) -> int | None:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import EchoError, PlanError, UsageError
+from echograph.ir.columns import distinct
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.passes.base import Note, run
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind
@@ -267,7 +268,7 @@ class StepTime:
 
 def is_traced(graph: Graph) -> bool:
     """Whether a graph is a job that was traced, with the host's own times and the steps in it."""
-    devices = set(np.unique(graph.ops.duration_device).tolist())
+    devices = set(distinct(graph.ops.duration_device).tolist())
     return isinstance(graph, JobGraph) and any(graph.strings[device] == STEP for device in devices)
 
 
@@ -381,7 +382,7 @@ def _durations(job: JobGraph, device: str) -> dict[int, int]:
 
 
 def _own_device(job: JobGraph) -> int:
-    used = [code for code in np.unique(job.ops.duration_device).tolist() if job.strings[code] not in (STEP, FREE)]
+    used = [code for code in distinct(job.ops.duration_device).tolist() if job.strings[code] not in (STEP, FREE)]
     if len(used) != 1:
         raise UsageError(f"the job has durations of {len(used)} devices: a traced job has those of one")
     return int(used[0])

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from echograph.errors import UsageError
-from echograph.ir.columns import NONE
+from echograph.ir.columns import NONE, distinct
 from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate, Coverage, join
 from echograph.ir.profile import Profile, load_profile
@@ -214,7 +214,7 @@ class System:
         from echograph.profiler.costs.host import load_processor, load_units, slower
 
         ops = graph.ops
-        names = (ops.strings[device] for device in np.unique(ops.duration_device).tolist())
+        names = (ops.strings[device] for device in distinct(ops.duration_device).tolist())
         told = next((name for name in names if name.endswith(SCRIPT)), "")
         if not told:
             return None
