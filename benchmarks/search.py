@@ -220,7 +220,8 @@ def _around(size: int | None) -> tuple[int, ...]:
 def compiled(made: Setup) -> eg.StepGraph:
     """The step of a row, captured with several samples so that micro-batches can vary."""
     model = made.model
-    return compile_entry(model, made.spec, batch_size=2, seq_len=made.seq_len, attention=model.attention)
+    entry = model.of_layers(model.layers)
+    return compile_entry(entry, made.spec, batch_size=2, seq_len=made.seq_len, attention=model.attention)
 
 
 def published(rows: Sequence[MeasuredStep]) -> Iterator[tuple[MeasuredStep, str]]:

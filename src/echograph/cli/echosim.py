@@ -43,6 +43,7 @@ from echograph.workflow.plan import Plan
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System, SystemOptions
 from echograph.workflow.training import TrainingOptions, training
+from echograph.workflow.workers import WorkerOptions
 
 if TYPE_CHECKING:
     from echograph.simulator.result import Result
@@ -182,6 +183,7 @@ def plan_command(
     system_options: SystemOptions,
     scenario: Scenario,
     training_options: TrainingOptions,
+    where: WorkerOptions,
     fix: Annotated[list[str] | None, typer.Option(help="Only plans with this, as tp=8.")] = None,
     over: Annotated[
         list[str] | None,
@@ -207,7 +209,6 @@ def plan_command(
         typer.Option("--time", help="Seconds after which it answers with the best so far.", show_default=False),
     ] = None,
     top: Annotated[int, typer.Option(help="How many of the best.", min=1)] = 10,
-    jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
     write: Annotated[
         list[str] | None,
         typer.Option(help="Write the best as FORMAT:FILE: plan, megatron, deepspeed, torchtitan or accelerate."),
@@ -236,7 +237,7 @@ def plan_command(
     axes = several(axes, [parse_axis("--over", text) for text in over or ()])
     with reading(graph) as (loaded, say):
         how: dict[str, Any] = {
-            "over": axes, "objective": objective or ("gpus" if training_options.days else "step"), "jobs": jobs,
+            "over": axes, "objective": objective or ("gpus" if training_options.days else "step"), "where": where,
             "max_memory_bytes": size("--max-memory", max_memory), "time_s": inf if limit is None else limit,
             "most_step_s": most_step_s(loaded, base.global_batch, training_options), "say": say,
         }  # fmt: skip
@@ -279,6 +280,7 @@ def sweep_command(
     plan: Plan,
     system_options: SystemOptions,
     scenario: Scenario,
+    where: WorkerOptions,
     over: Annotated[
         list[str],
         typer.Option(
@@ -291,7 +293,6 @@ def sweep_command(
     html: Annotated[
         Path | None, typer.Option(help="Write a page of curves: one file, which loads nothing.")
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
     as_json: Json = False,
 ) -> None:
     """Predict every point of a grid: one row a point, kept as soon as it is finished."""
@@ -306,7 +307,7 @@ def sweep_command(
     with reading(graph) as (loaded, say):
         found = sweep(
             loaded, axes, plan, system_options, scenario,
-            journal_path=None if output is None else journal_of(output), jobs=jobs, say=say,
+            journal_path=None if output is None else journal_of(output), where=where, say=say,
         )  # fmt: skip
     print_json(found.to_json()) if as_json else print_text(str(found))
     if output is not None:

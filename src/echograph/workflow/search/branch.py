@@ -33,7 +33,7 @@ from echograph.workflow.search.objective import objective as objective_named
 from echograph.workflow.search.space import PlanWords, Space, space
 from echograph.workflow.search.writers import PlanSizes
 from echograph.workflow.system import System
-from echograph.workflow.workers import Workers, workers
+from echograph.workflow.workers import HERE, WorkerOptions, Workers, workers
 
 _PLAIN = Scenario()
 _NONE: Mapping[str, tuple[Any, ...]] = {}
@@ -481,7 +481,7 @@ def search(
     top: int = TOP,
     front: bool = True,
     time_s: float = inf,
-    jobs: int = 1,
+    where: WorkerOptions = HERE,
     say: Progress = silent,
 ) -> SearchResult:
     """The best plans for a step on a system.
@@ -500,7 +500,7 @@ def search(
         top: how many of the best.
         front: whether those are wanted that no other plan beats, too, which takes the memory of slower ones.
         time_s: seconds after which it ends with the best so far.
-        jobs: processes.
+        where: plans are predicted.
         say: told how far it is.
 
     Returns:
@@ -525,7 +525,7 @@ def search(
     state = _Search(among, Bounds(graph, system, scenario), aim, system.cluster.memory_bytes, top, say)
     make, begun = Question(graph, system, scenario, objective, most_step_s), 0
     state.begin()
-    with workers(make, jobs) as at:
+    with workers(make, where) as at:
         try:
             ended = state.run(at, began + time_s)
         except KeyboardInterrupt:
