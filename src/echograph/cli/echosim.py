@@ -201,6 +201,12 @@ def plan_command(
     compare_clusters: Annotated[
         str | None, typer.Option(help="The best plan of each of these, as dgx-h100,dgx-b200.", show_default=False)
     ] = None,
+    moves: Annotated[
+        str | None,
+        typer.Option(
+            help="Make the plan of the options better by moves: greedy or annealing.", show_default=False
+        ),
+    ] = None,
     max_memory: Annotated[
         str | None, typer.Option(help="What a device may hold, as 72GiB [default: all it has]", show_default=False)
     ] = None,
@@ -230,6 +236,12 @@ def plan_command(
     if compare_clusters is not None and (targets or output or "cluster" in plan):
         raise UsageError("--compare-clusters: writes no plan and takes no --cluster: leave the others out")
     check_outputs({"the graph": graph}, files)
+    if moves is not None:
+        asked = (fix, over, write, output, compare_clusters, objective, max_memory, limit)
+        if any(asked) or top != 10 or training_options.tokens or where != WorkerOptions():
+            raise UsageError("--moves: begins with the plan of the options, and takes nothing of a search besides")
+        _improve(graph, Plan(**plan), system_options, scenario, moves, as_json)
+        return
     base = Plan(**{name: plan.pop(name) for name in ("cluster", "global_batch") if name in plan})
     axes = fixed(
         [*((name, (value,)) for name, value in plan.items()), *(parse_axis("--fix", text) for text in fix or ())]
@@ -257,6 +269,16 @@ def plan_command(
     _write_plans(found, output, targets)
     if found.ended == "interrupt":
         raise KeyboardInterrupt
+
+
+def _improve(
+    graph: Path, plan: Plan, system_options: SystemOptions, scenario: Scenario, method: str, as_json: bool
+) -> None:
+    from echograph.workflow.search.moves import improve
+
+    with reading(graph) as (loaded, say):
+        found = improve(loaded, plan, system_options.system(plan.cluster), scenario, method=method, say=say)
+    print_json(found.to_json()) if as_json else print_text(str(found))
 
 
 def _write_plans(found: SearchResult, output: Path | None, targets: Sequence[tuple[str, Path]]) -> None:
