@@ -61,3 +61,25 @@ def test_a_sweep_writes_a_table_and_a_page(cli: Any, graph: Path, tmp_path: Path
 def test_a_training_is_told(cli: Any, graph: Path) -> None:
     record = cli("echosim", "run", graph, "--gpus", 8, "--train-tokens", "1B", "--gpu-hour", 2, "--json").json()
     assert record["training"]["price"] == pytest.approx(2 * record["training"]["gpu_hours"])
+
+
+def test_the_gpus_for_a_training_and_what_fits_are_told(cli: Any, graph: Path) -> None:
+    training = ("--train-tokens", "1B", "--days", 10_000, "--global-batch", 16)
+    record = cli("echosim", "run", graph, "--gpus", 8, *training, "--json").json()
+    assert record["gpus_needed"]["plan"]["gpus"] == 1
+    small = ("--set", "cluster.node.memory_GiB=1.3")
+    record = cli("echosim", "run", graph, "--gpus", 8, *small, "--what-fits", "--json").json()
+    assert {one["of"] for one in record["largest"]} == {"micro-batch", "layers"}
+    text = cli("echosim", "run", graph, "--gpus", 8, *training).out
+    assert "1 GPUs at least" in text
+
+
+def test_clusters_are_compared(cli: Any, graph: Path) -> None:
+    asked = ("--gpus", 8, "--global-batch", 16, *FEW, "--fix", "zero=0", "--train-tokens", "1B")
+    rows = cli("echosim", "plan", graph, *asked, "--compare-clusters", "dgx-h100,dgx-a100", "--json").json()
+    assert [row["cluster"] for row in rows["clusters"]] == ["dgx-h100", "dgx-a100"]
+    assert all(row["training"]["days"] > 0 for row in rows["clusters"])
+    wrong = cli(
+        "echosim", "plan", graph, *asked, "--compare-clusters", "dgx-h100,dgx-a100", "--cluster", "dgx-b200"
+    )
+    assert wrong.status == 2 and "--compare-clusters" in wrong.err

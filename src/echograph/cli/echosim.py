@@ -36,16 +36,19 @@ from echograph.cli.output import (
     write_trace,
 )
 from echograph.errors import UsageError
-from echograph.ir.graph import JobGraph
+from echograph.ir.graph import JobGraph, StepGraph
+from echograph.progress import Progress
 from echograph.units import format_bytes, format_time
 from echograph.workflow.plan import Plan
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System, SystemOptions
 from echograph.workflow.training import TrainingOptions, training
+from echograph.workflow.workers import WorkerOptions
 
 if TYPE_CHECKING:
     from echograph.simulator.result import Result
     from echograph.workflow.predict import StepTime
+    from echograph.workflow.search import SearchResult
 
 app = make_app("echosim", "Simulate a workload graph on a cluster: step time, where it goes, how sure it is.")
 
@@ -73,6 +76,9 @@ def run_command(
             "--strict-memory",
             help="A plan that does not fit in memory is an error that names the nearest which do.",
         ),
+    ] = False,
+    what_fits: Annotated[
+        bool, typer.Option("--what-fits", help="The largest micro-batch and the deepest model that fit.")
     ] = False,
     engine: Annotated[str, typer.Option(help="auto, segments, static or events.")] = "auto",
     tensors: Annotated[int, typer.Option(help="List the largest tensors at the peak of memory.", min=0)] = 0,
@@ -116,12 +122,14 @@ def run_command(
         near = feasible_plans(
             loaded, plan, system.cluster, result.memory, say, most, Runtime.on(system.architecture)
         )
+        more = _sizes(loaded, plan, system, scenario, training_options, what_fits, say)
     notes += cluster_notes(system.cluster, job.world_size)
     print_notes(notes)
     if strict_memory:
         refuse_if_it_does_not_fit(result, near)
     whole = training(result, system, training_options)
     record = result.to_json() | ({} if whole is None else {"training": whole.to_json()})
+    record |= {name: value for name, (value, _) in more.items()}
     if as_json:
         print_json(record)
     else:
@@ -130,14 +138,41 @@ def run_command(
         print_text(str(result))
         if tensors and result.memory is not None:
             print_text("\n".join(result.memory.listed(tensors)))
-        if whole is not None:
-            print_text(str(whole))
+        for text in ([] if whole is None else [str(whole)]) + [text for _, text in more.values()]:
+            print_text(text)
     write_json(output, record, "result")
     write_trace(trace, result, traced)
     if html is not None:
         from echograph.workflow.report.prediction import page
 
         write_text(html, page(result, job, plan, system, scenario, notes, near), "page: open it in a browser")
+
+
+def _sizes(
+    graph: StepGraph | JobGraph,
+    plan: Plan,
+    system: System,
+    scenario: Scenario,
+    asked: TrainingOptions,
+    fits: bool,
+    say: Progress,
+) -> dict[str, tuple[Any, str]]:
+    """What else is asked about sizes: the record and the text of each, by their words in a result."""
+    from echograph.workflow.search.sizing import gpus_needed, of_plan, what_fits
+
+    found: dict[str, tuple[Any, str]] = {}
+    if asked.days:
+        needed = gpus_needed(graph, plan, system, scenario, asked, say)
+        _, whole = of_plan(graph, needed.plan, system, scenario, asked)
+        text = f"  in {f'{asked.days:g} days':<11}{needed.gpus:,} GPUs at least, which take"
+        record = needed.to_json() | ({} if whole is None else {"training": whole.to_json()})
+        found["gpus_needed"] = (record, f"{text}\n{whole}")
+    if fits:
+        if not isinstance(graph, StepGraph):
+            raise UsageError("--what-fits: the graph is a job: give the step graph that it was made of")
+        largest = what_fits(graph, plan, system, say=say)
+        found["largest"] = ([one.to_json() for one in largest], "\n".join(map(str, largest)))
+    return found
 
 
 @app.command("plan")
@@ -147,6 +182,8 @@ def plan_command(
     plan: Annotated[dict[str, Any], Plan],
     system_options: SystemOptions,
     scenario: Scenario,
+    training_options: TrainingOptions,
+    where: WorkerOptions,
     fix: Annotated[list[str] | None, typer.Option(help="Only plans with this, as tp=8.")] = None,
     over: Annotated[
         list[str] | None,
@@ -154,7 +191,22 @@ def plan_command(
             help="Values to try, as tp=4,8 or gpus=256..1024:x2; also of words left as they are otherwise."
         ),
     ] = None,
-    objective: Annotated[str, typer.Option(help="step, tokens-per-s, cost, mfu, energy or goodput.")] = "step",
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            help="step, tokens-per-s, cost, mfu, energy, goodput or gpus [default: step; gpus with --days]",
+            show_default=False,
+        ),
+    ] = None,
+    compare_clusters: Annotated[
+        str | None, typer.Option(help="The best plan of each of these, as dgx-h100,dgx-b200.", show_default=False)
+    ] = None,
+    moves: Annotated[
+        str | None,
+        typer.Option(
+            help="Make the plan of the options better by moves: greedy or annealing.", show_default=False
+        ),
+    ] = None,
     max_memory: Annotated[
         str | None, typer.Option(help="What a device may hold, as 72GiB [default: all it has]", show_default=False)
     ] = None,
@@ -163,7 +215,6 @@ def plan_command(
         typer.Option("--time", help="Seconds after which it answers with the best so far.", show_default=False),
     ] = None,
     top: Annotated[int, typer.Option(help="How many of the best.", min=1)] = 10,
-    jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
     write: Annotated[
         list[str] | None,
         typer.Option(help="Write the best as FORMAT:FILE: plan, megatron, deepspeed, torchtitan or accelerate."),
@@ -175,32 +226,73 @@ def plan_command(
     from math import inf
 
     from echograph.workflow.search import search
+    from echograph.workflow.search.sizing import compare_clusters as compared
+    from echograph.workflow.search.sizing import most_step_s, of_plan
     from echograph.workflow.search.space import parse_axis
-    from echograph.workflow.search.writers import parse_target, written
+    from echograph.workflow.search.writers import parse_target
 
     targets = [parse_target(text) for text in write or ()]
     files = {"--output": output, **{f"--write {name}": path for name, path in targets}}
+    if compare_clusters is not None and (targets or output or "cluster" in plan):
+        raise UsageError("--compare-clusters: writes no plan and takes no --cluster: leave the others out")
     check_outputs({"the graph": graph}, files)
+    if moves is not None:
+        asked = (fix, over, write, output, compare_clusters, objective, max_memory, limit)
+        if any(asked) or top != 10 or training_options.tokens or where != WorkerOptions():
+            raise UsageError("--moves: begins with the plan of the options, and takes nothing of a search besides")
+        _improve(graph, Plan(**plan), system_options, scenario, moves, as_json)
+        return
     base = Plan(**{name: plan.pop(name) for name in ("cluster", "global_batch") if name in plan})
     axes = fixed(
         [*((name, (value,)) for name, value in plan.items()), *(parse_axis("--fix", text) for text in fix or ())]
     )
     axes = several(axes, [parse_axis("--over", text) for text in over or ()])
-    system = system_options.system(base.cluster)
     with reading(graph) as (loaded, say):
-        found = search(
-            loaded, base, system, scenario, over=axes, objective=objective, top=top, jobs=jobs, say=say,
-            max_memory_bytes=size("--max-memory", max_memory), time_s=inf if limit is None else limit,
-        )  # fmt: skip
-    print_json(found.to_json()) if as_json else print_text(str(found))
-    if found.best and (targets or output):
-        texts = [(path, written(name, found.best[0].plan, found.sizes(found.best[0]))) for name, path in targets]
-        write_text(output, written("plan", found.best[0].plan, found.sizes(found.best[0]))[0], "plan file")
-        for path, (text, notes) in texts:
-            print_notes(notes)
-            write_text(path, text, "the best plan")
+        how: dict[str, Any] = {
+            "over": axes, "objective": objective or ("gpus" if training_options.days else "step"), "where": where,
+            "max_memory_bytes": size("--max-memory", max_memory), "time_s": inf if limit is None else limit,
+            "most_step_s": most_step_s(loaded, base.global_batch, training_options), "say": say,
+        }  # fmt: skip
+        if compare_clusters is not None:
+            names = [name.strip() for name in compare_clusters.split(",")]
+            rows = compared(loaded, base, names, system_options, scenario, training_options, **how)
+            print_json(rows.to_json()) if as_json else print_text(str(rows))
+            return
+        system = system_options.system(base.cluster)
+        found = search(loaded, base, system, scenario, top=top, **how)
+        whole = None
+        if found.best and training_options.tokens:
+            whole = of_plan(loaded, found.best[0].plan, system, scenario, training_options)[1]
+    record = found.to_json() | ({} if whole is None else {"training": whole.to_json()})
+    text = "\n".join([str(found), *([] if whole is None else ["", "  of the first", str(whole)])])
+    print_json(record) if as_json else print_text(text)
+    _write_plans(found, output, targets)
     if found.ended == "interrupt":
         raise KeyboardInterrupt
+
+
+def _improve(
+    graph: Path, plan: Plan, system_options: SystemOptions, scenario: Scenario, method: str, as_json: bool
+) -> None:
+    from echograph.workflow.search.moves import improve
+
+    with reading(graph) as (loaded, say):
+        found = improve(loaded, plan, system_options.system(plan.cluster), scenario, method=method, say=say)
+    print_json(found.to_json()) if as_json else print_text(str(found))
+
+
+def _write_plans(found: SearchResult, output: Path | None, targets: Sequence[tuple[str, Path]]) -> None:
+    """Writes the best plan as it is asked for."""
+    from echograph.workflow.search.writers import written
+
+    if not found.best or not (targets or output):
+        return
+    best, sizes = found.best[0].plan, found.sizes(found.best[0])
+    texts = [(path, written(name, best, sizes)) for name, path in targets]
+    write_text(output, written("plan", best, sizes)[0], "plan file")
+    for path, (text, notes) in texts:
+        print_notes(notes)
+        write_text(path, text, "the best plan")
 
 
 @app.command("sweep")
@@ -210,6 +302,7 @@ def sweep_command(
     plan: Plan,
     system_options: SystemOptions,
     scenario: Scenario,
+    where: WorkerOptions,
     over: Annotated[
         list[str],
         typer.Option(
@@ -222,7 +315,6 @@ def sweep_command(
     html: Annotated[
         Path | None, typer.Option(help="Write a page of curves: one file, which loads nothing.")
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
     as_json: Json = False,
 ) -> None:
     """Predict every point of a grid: one row a point, kept as soon as it is finished."""
@@ -237,7 +329,7 @@ def sweep_command(
     with reading(graph) as (loaded, say):
         found = sweep(
             loaded, axes, plan, system_options, scenario,
-            journal_path=None if output is None else journal_of(output), jobs=jobs, say=say,
+            journal_path=None if output is None else journal_of(output), where=where, say=say,
         )  # fmt: skip
     print_json(found.to_json()) if as_json else print_text(str(found))
     if output is not None:

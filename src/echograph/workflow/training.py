@@ -6,6 +6,7 @@ Every figure that is assumed stands here with its source, and may be given other
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from echograph.errors import UsageError
@@ -29,6 +30,7 @@ class TrainingOptions:
     """
 
     train_tokens: str = option("", "Tokens (or samples, where they have none) of the training, as 1T or 300B.")
+    days: float = option(0.0, "Days that the training may take: the fewest GPUs that it needs.", "not asked")
     gpu_hour: float = option(0.0, "Price of one GPU for an hour, in any currency.", "not asked")
     pue: float = option(PUE, "Power of the site over that of its computers.", f"{PUE}, Uptime Institute 2024")
     g_per_kwh: float = option(0.0, "Grams of CO2 for a kilowatt-hour of the site.", "not asked")
@@ -36,10 +38,11 @@ class TrainingOptions:
     def __post_init__(self) -> None:
         if self.train_tokens and not parse_count(self.train_tokens):
             raise UsageError(f"--train-tokens {self.train_tokens[:40]}: give a number, as 1T, 300B or 2e12")
-        if not self.train_tokens and (self.gpu_hour or self.g_per_kwh):
-            raise UsageError("--gpu-hour, --g-per-kwh: are of a whole training, give --train-tokens as well")
+        if not self.train_tokens and (self.gpu_hour or self.g_per_kwh or self.days):
+            raise UsageError("--days, --gpu-hour, --g-per-kwh: are of a training: give --train-tokens as well")
         for name, value, least in (
-            ("--gpu-hour", self.gpu_hour, 0), ("--pue", self.pue, 1), ("--g-per-kwh", self.g_per_kwh, 0),
+            ("--days", self.days, 0), ("--gpu-hour", self.gpu_hour, 0),
+            ("--pue", self.pue, 1), ("--g-per-kwh", self.g_per_kwh, 0),
         ):  # fmt: skip
             if not least <= value < 1e9:
                 raise UsageError(f"{name} {value:g}: give {least} or more")
@@ -48,6 +51,18 @@ class TrainingOptions:
     def tokens(self) -> int:
         """Tokens of the training; 0 where it is not asked."""
         return parse_count(self.train_tokens) or 0
+
+    def steps(self, tokens: int) -> int:
+        """Steps of the training.
+
+        Args:
+            tokens: of a step, or its samples, where they have none.
+        """
+        return -(-self.tokens // tokens)
+
+    def most_step_s(self, tokens: int) -> float:
+        """Seconds that a step may take, failures included, for the training to end within its days."""
+        return self.days * _DAY_S / self.steps(tokens) if self.days else inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,19 +128,16 @@ def training(result: Result, system: System, asked: TrainingOptions) -> Training
     Raises:
         UsageError: failures leave no time to train.
     """
-    from echograph.profiler.costs.estimate import step_joules
-
     if not asked.tokens:
         return None
-    steps = -(-asked.tokens // (result.tokens or result.samples))
+    steps = asked.steps(result.tokens or result.samples)
     share = 1.0 if result.goodput is None else result.goodput.share
     if not share:
         raise UsageError("--train-tokens: failures leave no time to train: give other checkpoints or nodes")
     seconds, (low, high) = (steps * result.step_s / share, result.interval_s)
     hours = result.gpus * seconds / _HOUR_S
-    energy = None
-    if system.device is not None and system.device.power is not None and result.job is not None:
-        energy = asked.pue * steps / share * step_joules(result.job, system.device, result.step_s) / _KWH_J
+    joules = step_energy(result, system)
+    energy = None if joules is None else asked.pue * steps / share * joules / _KWH_J
     return Training(
         tokens=asked.tokens,
         steps=steps,
@@ -137,3 +149,12 @@ def training(result: Result, system: System, asked: TrainingOptions) -> Training
         co2_kg=energy * asked.g_per_kwh / 1000 if energy is not None and asked.g_per_kwh else None,
         pue=asked.pue,
     )
+
+
+def step_energy(result: Result, system: System) -> float | None:
+    """Joules that the boards draw over a step; None where the device's power is not known."""
+    from echograph.profiler.costs.estimate import step_joules
+
+    if system.device is None or system.device.power is None or result.job is None:
+        return None
+    return step_joules(result.job, system.device, result.step_s)

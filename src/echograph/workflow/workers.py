@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from echograph.errors import SimulationError
+from echograph.errors import SimulationError, UnknownNameError, UsageError
+from echograph.options import option
 
 Point = TypeVar("Point")
 Answer = TypeVar("Answer")
@@ -115,15 +117,51 @@ def _lost() -> SimulationError:
     return SimulationError("a process was killed, most likely for its memory: give fewer --jobs")
 
 
+ENGINES = ("local", "ray")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """Where points are worked on. The text of each field is its help on the command line.
+
+    Raises:
+        UnknownNameError: no such engine.
+        UsageError: an address without a cluster.
+    """
+
+    jobs: int = option(0, "Processes.", "1; with --engine ray one for each of the cluster's processors")
+    engine: str = option("local", "local: this machine; ray: a Ray cluster (needs the extra [ray]).")
+    address: str = option("", "Address of the Ray cluster, as auto or ray://head:10001.", "one started here")
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise UnknownNameError("engine", self.engine, ENGINES)
+        if self.address and self.engine != "ray":
+            raise UsageError("--address: is of a Ray cluster: give --engine ray as well")
+        if self.jobs < 0:
+            raise UsageError(f"--jobs {self.jobs}: give 1 or more")
+
+
+HERE = WorkerOptions()
+
+
 @contextmanager
-def workers(make: Make, jobs: int = 1) -> Iterator[Workers]:
+def workers(make: Make, options: WorkerOptions = HERE, most: int = 1_000_000) -> Iterator[Workers]:
     """Workers that are there until the context ends.
 
     Args:
         make: makes each of them.
-        jobs: processes; 1: this one.
+        options: where.
+        most: points that there are, which no more workers than that are made for.
     """
-    if jobs == 1:
+    jobs = min(options.jobs, most)
+    if options.engine == "ray" and most:
+        from echograph.workflow.ray_workers import ray_workers
+
+        with ray_workers(make, jobs, options.address) as at:
+            yield at
+        return
+    if jobs <= 1:
         yield _Here(make)
         return
     pool = ProcessPoolExecutor(jobs, initializer=_begin, initargs=(make,))

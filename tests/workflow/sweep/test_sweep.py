@@ -23,6 +23,7 @@ from echograph.workflow.sweep import sweep
 from echograph.workflow.sweep.grid import GridAxis, parse_grid_axis
 from echograph.workflow.sweep.store import check_table, flat, read_journal, write_table
 from echograph.workflow.system import System, SystemOptions
+from echograph.workflow.workers import WorkerOptions
 
 AXES = [GridAxis(name="gpus", values=(8, 16)), GridAxis(name="cluster", values=("dgx-h100", "dgx-a100"))]
 
@@ -108,7 +109,7 @@ def test_a_point_that_cannot_be_says_why_in_its_row(step: StepGraph) -> None:
 
 
 def test_processes_have_the_same_rows(step: StepGraph) -> None:
-    assert sweep(step, AXES).rows == sweep(step, AXES, jobs=2).rows
+    assert sweep(step, AXES).rows == sweep(step, AXES, where=WorkerOptions(jobs=2)).rows
 
 
 def test_an_interrupt_keeps_what_is_finished(

@@ -33,7 +33,7 @@ from echograph.workflow.search.objective import objective as objective_named
 from echograph.workflow.search.space import PlanWords, Space, space
 from echograph.workflow.search.writers import PlanSizes
 from echograph.workflow.system import System
-from echograph.workflow.workers import Workers, workers
+from echograph.workflow.workers import HERE, WorkerOptions, Workers, workers
 
 _PLAIN = Scenario()
 _NONE: Mapping[str, tuple[Any, ...]] = {}
@@ -124,6 +124,7 @@ class Losers:
         nearest: that plan.
         slower_by_bound: plans that were not predicted, since they cannot be among the best.
         slower: plans that were predicted and fit, and are not among the best.
+        too_slow: plans whose step is longer than it may be, as predicted or by its bound alone.
         not_reached: plans that nothing is known of, where the search was ended before.
     """
 
@@ -135,6 +136,7 @@ class Losers:
     nearest: PlanWords | Plan | None = None
     slower_by_bound: int = 0
     slower: int = 0
+    too_slow: int = 0
     not_reached: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -148,6 +150,7 @@ class Losers:
             "nearest_to_fitting": None if self.nearest is None else options(self.nearest),
             "slower_by_bound": self.slower_by_bound,
             "slower": self.slower,
+            "too_slow": self.too_slow,
             "not_reached": self.not_reached,
         }
 
@@ -190,12 +193,16 @@ class SearchResult:
 
     @property
     def alike(self) -> int:
-        """How many of the best, from the first on, have an interval that overlaps with the first's."""
+        """How many of the best, from the first on, may be as good as the first within the steps' intervals."""
         if not self.best:
             return 0
-        high = self.best[0].interval_s[1]
-        found = [at for at, one in enumerate(self.best) if one.interval_s[0] > high]
+        high = self._figure(self.best[0], 1)
+        found = [at for at, one in enumerate(self.best) if self._figure(one, 0) > high]
         return found[0] if found else len(self.best)
+
+    def _figure(self, one: Candidate, end: int) -> float:
+        """What the plan is held against others by, at an end of its step's interval."""
+        return self.objective.by_step(one.interval_s[end], one.gpus)
 
     def sizes(self, one: Candidate) -> PlanSizes:
         """What a plan leaves open, for those who write it down."""
@@ -243,30 +250,23 @@ class Question:
     system: System
     scenario: Scenario
     objective: str
+    most_step_s: float
 
-    def __call__(self) -> Callable[[tuple[int, Plan, float]], Candidate | Slower | str]:
-        """What predicts a plan: a candidate, or why it is none."""
+    def __call__(self) -> Callable[[tuple[int, Plan, bool]], Candidate | float | str]:
+        """What predicts a plan: seconds of its step alone, or a candidate; or why it is none."""
         predictor = Predictor(self.graph, self.system, self.scenario)
-        aim = objective_named(self.objective, self.system, self.scenario)
+        aim = objective_named(self.objective, self.system, self.scenario, self.most_step_s)
 
-        def answer(point: tuple[int, Plan, float]) -> Candidate | Slower | str:
-            number, plan, last = point
+        def answer(point: tuple[int, Plan, bool]) -> Candidate | float | str:
+            number, plan, whole = point
             try:
-                step = predictor.predict(plan, memory=False, interval=False)
-                if aim.least(step.step_s, step.gpus) > last:
-                    return Slower(step.step_s)
-                return predicted(predictor, aim, number, plan)
+                if whole:
+                    return predicted(predictor, aim, number, plan)
+                return predictor.predict(plan, memory=False, interval=False).step_s
             except (PlanError, UsageError) as error:
                 return str(error)
 
         return answer
-
-
-@dataclass(frozen=True, slots=True)
-class Slower:
-    """Of a plan that cannot be among the best by its step alone: seconds of that."""
-
-    step_s: float
 
 
 def predicted(predictor: Predictor, aim: Objective, number: int, plan: Plan) -> Candidate:
@@ -309,7 +309,7 @@ class _Search:
         self.losers = Losers()
         self.best: list[Candidate] = []
         self.fitting: list[Candidate] = []
-        self.slower: list[tuple[float, int, Plan]] = []
+        self.steps: dict[int, float] = {}
         self.needs: dict[int, float] = {}
         self.simulated = self.considered = 0
         self.left: list[tuple[float, int, int, PlanWords | Plan]] = []
@@ -321,8 +321,9 @@ class _Search:
             if number % 4096 == 0:
                 self.say("bounding plans", number)
             bound = self.bounds.first(chosen, self.among.facts.global_batch)
-            if self._may_fit(bound, chosen):
-                self.left.append((self._least(bound, chosen["gpus"]), 0, number, chosen))
+            least = self._least(bound, chosen["gpus"])
+            if self._may_fit(bound, chosen) and self._in_time(least):
+                self.left.append((least, 0, number, chosen))
         heapq.heapify(self.left)
         self.losers.divides = Counter(self.among.refused)
 
@@ -333,6 +334,10 @@ class _Search:
 
     def _least(self, bound: PlanBound, gpus: int) -> float:
         return self.aim.least(bound.step_ps / 1e12, gpus)
+
+    def _in_time(self, least: float) -> bool:
+        self.losers.too_slow += least == inf
+        return least < inf
 
     def _may_fit(self, bound: PlanBound, plan: PlanWords | Plan) -> bool:
         if bound.memory_bytes <= self.capacity:
@@ -349,9 +354,10 @@ class _Search:
         except EchoError as error:
             self.losers.refused[_kind_of(str(error))] += 1
             return
-        if self._may_fit(bound, plan):
+        least = self._least(bound, chosen["gpus"])
+        if self._may_fit(bound, plan) and self._in_time(least):
             self.needs[number] = bound.memory_bytes
-            heapq.heappush(self.left, (self._least(bound, chosen["gpus"]), 1, number, plan))
+            heapq.heappush(self.left, (least, 1, number, plan))
 
     def _missing(self, needed: int, plan: PlanWords | Plan) -> None:
         losers, missing = self.losers, needed - self.capacity
@@ -366,7 +372,7 @@ class _Search:
                     return "time"
                 _, _, number, plan = heapq.heappop(self.left)
                 if isinstance(plan, Plan):
-                    at.give((number, plan, self.last))
+                    at.give((number, plan, number in self.steps))
                 else:
                     self._tighten(number, plan)
             if not at.busy:
@@ -381,14 +387,18 @@ class _Search:
     def _open(self) -> int:
         return sum(entry[0] <= self.last for entry in self.left) if len(self.left) < 4096 else len(self.left)
 
-    def _take(self, number: int, plan: Plan, found: Candidate | Slower | str) -> None:
+    def _take(self, number: int, plan: Plan, found: Candidate | float | str) -> None:
         if isinstance(found, str):
             self.losers.refused[_kind_of(found)] += 1
+            self.simulated -= number in self.steps
             return
-        self.simulated += 1
-        if isinstance(found, Slower):
-            self.losers.slower += 1
-            self.slower.append((found.step_s, number, plan))
+        if isinstance(found, float):
+            # Its memory is worked out once no other plan can be better.
+            self.simulated += 1
+            least = self.aim.least(found, plan.gpus or 1)
+            if self._in_time(least):
+                self.steps[number] = found
+                heapq.heappush(self.left, (least, 2, number, plan))
             return
         if not found.fits:
             self.losers.too_large += 1
@@ -399,14 +409,29 @@ class _Search:
         self.losers.slower += len(self.best) > self.top
         del self.best[self.top :]
 
+    def so_far(self, predictor: Predictor) -> None:
+        """Of a search that was ended: the memory of the fastest plans, until one of them fits."""
+        steps = sorted(entry for entry in self.left if entry[2] in self.steps)
+        for entry in steps:
+            if self.best:
+                return
+            _, _, number, plan = entry
+            assert isinstance(plan, Plan)
+            self.left.remove(entry)
+            self._take(number, plan, predicted(predictor, self.aim, number, plan))
+
     def front(self, predictor: Predictor, until: float) -> tuple[Candidate, ...]:
         """The plans that no other predicted one beats, fastest first.
 
         A slower plan's memory is worked out only where it may be less than that of all faster ones.
         """
         front: list[Candidate] = []
-        of_step = [(one.step_s, one.number, one.plan, one) for one in self.fitting]
-        every = [*of_step, *((step_s, number, plan, None) for step_s, number, plan in self.slower)]
+        every: list[tuple[float, int, Plan, Candidate | None]] = [
+            (self.steps[number], number, plan, None)
+            for _, _, number, plan in self.left
+            if isinstance(plan, Plan) and number in self.steps
+        ]
+        every += [(one.step_s, one.number, one.plan, one) for one in self.fitting]
         for at, (_, number, plan, known) in enumerate(sorted(every, key=lambda entry: entry[:2])):
             least = self.needs[number] if known is None else known.device_bytes
             if any(one.device_bytes <= least and one.gpus <= (plan.gpus or 1) for one in front):
@@ -422,9 +447,11 @@ class _Search:
 
     def end(self, ended: str, begun: int) -> None:
         """Counts what was not predicted."""
-        beyond = sum(entry[0] > self.last for entry in self.left)
+        slower = sum(entry[2] in self.steps for entry in self.left)
+        beyond = sum(entry[0] > self.last and entry[2] not in self.steps for entry in self.left)
+        self.losers.slower += slower
         self.losers.slower_by_bound = beyond
-        self.losers.not_reached = len(self.left) - beyond + begun
+        self.losers.not_reached = len(self.left) - slower - beyond + begun
 
 
 def _beats(one: Candidate, other: Candidate) -> bool:
@@ -450,9 +477,11 @@ def search(
     over: Mapping[str, Sequence[Any]] = _NONE,
     objective: str = "step",
     max_memory_bytes: int | None = None,
+    most_step_s: float = inf,
     top: int = TOP,
+    front: bool = True,
     time_s: float = inf,
-    jobs: int = 1,
+    where: WorkerOptions = HERE,
     say: Progress = silent,
 ) -> SearchResult:
     """The best plans for a step on a system.
@@ -467,9 +496,11 @@ def search(
             (`space.AXES`), and others, which it leaves as they are unless they stand here.
         objective: what the best are the best at (`objective.OBJECTIVES`).
         max_memory_bytes: what a device may hold; None: all it has.
+        most_step_s: what a step may take, failures included where they are asked for.
         top: how many of the best.
+        front: whether those are wanted that no other plan beats, too, which takes the memory of slower ones.
         time_s: seconds after which it ends with the best so far.
-        jobs: processes.
+        where: plans are predicted.
         say: told how far it is.
 
     Returns:
@@ -489,28 +520,31 @@ def search(
     system = system or System(plan.cluster)
     if max_memory_bytes is not None:
         system = system.with_memory(max_memory_bytes)
-    aim = objective_named(objective, system, scenario)
+    aim = objective_named(objective, system, scenario, most_step_s)
     among = space(graph, system.cluster, plan, {name: tuple(values) for name, values in over.items()})
     state = _Search(among, Bounds(graph, system, scenario), aim, system.cluster.memory_bytes, top, say)
-    make, begun = Question(graph, system, scenario, objective), 0
+    make, begun = Question(graph, system, scenario, objective, most_step_s), 0
     state.begin()
-    with workers(make, jobs) as at:
+    with workers(make, where) as at:
         try:
             ended = state.run(at, began + time_s)
         except KeyboardInterrupt:
             ended = "interrupt"
         begun = at.busy
+    predictor = Predictor(graph, system, scenario)
+    if ended:
+        state.so_far(predictor)
     state.end(ended, begun)
     if not state.best and not ended:
-        raise _nothing(state, system)
-    front = state.front(Predictor(graph, system, scenario), began + time_s) if state.best else ()
+        raise _nothing(state, system, most_step_s)
+    unbeaten = state.front(predictor, began + time_s) if front and state.best else ()
     return SearchResult(
         model=graph.workload.model or graph.name,
         cluster=system.cluster.name,
         device=system.cluster.device,
         objective=aim,
         best=tuple(state.best),
-        front=front,
+        front=unbeaten,
         considered=state.considered,
         simulated=state.simulated,
         losers=state.losers,
@@ -522,9 +556,15 @@ def search(
     )
 
 
-def _nothing(state: _Search, system: System) -> PlanError:
+def _nothing(state: _Search, system: System, most_step_s: float) -> PlanError:
     """Why there is no plan."""
     losers = state.losers
+    if losers.too_slow:
+        most = format_time(round(most_step_s * 1e12))
+        return PlanError(
+            f"none of {state.considered:,} plans is fast enough: a step may take {most}, and that of "
+            f"{losers.too_slow:,} takes longer: give more --gpus, as --over gpus=512..8192:x2, or more time"
+        )
     if losers.nearest is not None:
         words = in_words(losers.nearest)
         return PlanError(
@@ -555,6 +595,7 @@ def _lines(found: SearchResult) -> Iterator[str]:
         yield _table(found, found.best)
         if found.alike > 1:
             yield f"  the first {found.alike} cannot be told apart: their 90 % intervals overlap with the first's"
+    if found.front:
         yield ""
         yield f"  no other of the {found.simulated:,} predicted is as fast, as small and on as few GPUs as these:"
         yield _table(found, found.front)
@@ -564,7 +605,7 @@ def _lines(found: SearchResult) -> Iterator[str]:
 
 
 def _table(found: SearchResult, shown: Sequence[Candidate]) -> str:
-    several = len({one.gpus for one in found.front}) > 1
+    several = len({one.gpus for one in (*found.best, *found.front)}) > 1
     step = found.objective.name in ("step", "tokens-per-s")
     titles = [
         "",
@@ -584,7 +625,11 @@ def _table(found: SearchResult, shown: Sequence[Candidate]) -> str:
         cells = [str(at), format_time(round(one.step_s * 1e12)), f"{low} to {high}", format_count(rate)]
         cells += ["-" if one.mfu is None else f"{one.mfu:.1%}", format_bytes(one.device_bytes)]
         rows.append(
-            [*cells, *([] if step else [f"{one.value:.4g}"]), in_words(one.plan, leave) or "data-parallel"]
+            [
+                *cells,
+                *([] if step else [found.objective.shown(one.value)]),
+                in_words(one.plan, leave) or "data-parallel",
+            ]
         )
     return text_table(titles, rows)
 
@@ -592,6 +637,8 @@ def _table(found: SearchResult, shown: Sequence[Candidate]) -> str:
 def _losers(losers: Losers) -> Iterator[str]:
     if losers.slower:
         yield f"    {losers.slower:>9,} slower, predicted"
+    if losers.too_slow:
+        yield f"    {losers.too_slow:>9,} take too long"
     if losers.slower_by_bound:
         yield f"    {losers.slower_by_bound:>9,} slower by their bound: their kernels alone take longer"
     if count := losers.too_large_by_bound + losers.too_large:

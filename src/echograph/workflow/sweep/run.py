@@ -19,7 +19,7 @@ from echograph.workflow.scenario import Scenario
 from echograph.workflow.sweep.grid import GridAxis, SweepPoint, WrongPoint, points
 from echograph.workflow.sweep.store import ERROR, flat, journal, read_journal
 from echograph.workflow.system import SystemOptions
-from echograph.workflow.workers import Workers, workers
+from echograph.workflow.workers import HERE, WorkerOptions, Workers, workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ def sweep(
     scenario: Scenario | None = None,
     *,
     journal_path: Path | None = None,
-    jobs: int = 1,
+    where: WorkerOptions = HERE,
     say: Progress = silent,
 ) -> Sweep:
     """Predicts every point of a grid.
@@ -154,7 +154,7 @@ def sweep(
         options: of the system.
         scenario: what is asked beyond that.
         journal_path: where finished points are kept, and looked for; None: nowhere.
-        jobs: processes.
+        where: points are worked on.
         say: told how far it is.
 
     Returns:
@@ -174,7 +174,7 @@ def sweep(
     answers |= {one.key: {ERROR: one.wrong} for one in asked if one.wrong}
     todo = list({one.key: one for one in asked if one.key not in answers}.values())
     done, ended = 0, ""
-    with journal(journal_path) as kept, workers(GridQuestion(graph), min(jobs, max(1, len(todo)))) as at:
+    with journal(journal_path) as kept, workers(GridQuestion(graph), where, len(todo)) as at:
         try:
             for key, record in _answers(at, todo):
                 kept.add(key, record)
