@@ -441,6 +441,8 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         (plan.loss == "fused", "fuse_loss", {}),
         (bool(plan.precision or plan.grad_dtype or stack.main_gradients), "precision", types | recipe),
         # The kernels that its stack runs.
+        (stack.repeated_heads, "repeated_heads", {}),
+        (stack.complex_rotation, "complex_rotation", {}),
         (bool(stack.attention), "attention_kernel", {"kernel": _attention(stack, cluster)}),
         (bool(stack.fuse), "fuse", {"within": stack.fuse}),
         (
