@@ -39,7 +39,7 @@ class ComplexRotation:
 
 @dataclass(frozen=True, slots=True)
 class _Rotation:
-    """A rotation: what it turns, by which factors, and the operations that do it, the last of which is an addition."""
+    """A rotation: what it turns, by which factors, and the operations that do it but the addition at its end."""
 
     vector: int
     factors: tuple[int, ...]
@@ -61,30 +61,40 @@ class _Finder:
 
     def rotations(self) -> Iterator[tuple[int, _Rotation]]:
         """The last operation of each rotation, and the rotation."""
-        for row in range(len(self.graph.ops)):
-            inputs = self.graph.ops.inputs.row(row)
-            if self.names[row] != "aten.add" or len(inputs) != 2:
-                continue
-            for straight, turned in (inputs, inputs[::-1]):
-                if (found := self._rotation(row, int(straight), int(turned))) is not None:
-                    yield row, found
-                    break
+        taken: set[int] = set()
+        for row in range(len(self.graph.ops) - 1, -1, -1):
+            if self.names[row] == "aten.add" and row not in taken and (found := self._rotation(row)) is not None:
+                taken |= found.rows
+                yield row, found
 
-    def _rotation(self, last: int, straight: int, turned: int) -> _Rotation | None:
+    def _rotation(self, last: int) -> _Rotation | None:
+        """The rotation that an addition ends: one of its terms is scaled alone, and the others are turned."""
+        terms, rows = [int(i) for i in self.graph.ops.inputs.row(last)], set[int]()
+        for index in terms:  # grows: the terms of what is itself a sum
+            if (row := self._maker(index, "aten.add")) is not None:
+                rows.add(row)
+                terms += map(int, self.graph.ops.inputs.row(row))
+        terms = [index for index in terms if self._maker(index, "aten.add") is None]
+        return next(filter(None, (self._of(last, rows, one, terms) for one in terms)), None)
+
+    def _of(self, last: int, sums: set[int], straight: int, terms: list[int]) -> _Rotation | None:
         scaled = self._maker(straight, "aten.mul")
-        if scaled is None:
+        if scaled is None or len(terms) < 2:
             return None
         vector, *factor = sorted(map(int, self.graph.ops.inputs.row(scaled)), key=self._size, reverse=True)
         (made,) = self.graph.ops.outputs.row(last)
         shapes = {tuple(self.graph.tensors.shape.row(i)) for i in (vector, made)}
         if len(factor) != 1 or self._size(factor[0]) >= self._size(vector) or len(shapes) != 1:
             return None
-        factors = set(factor)
-        rows = self._turn(turned, vector, factors)
-        names = {self.names[row] for row in rows or ()}
-        if rows is None or "aten.neg" not in names or names.isdisjoint(_HALVES) or len(factors) > 2:
+        factors, rows = set(factor), sums | {scaled}
+        for term in terms:
+            turned = set[int]() if term == straight else self._turn(term, vector, factors)
+            if turned is None:
+                return None
+            rows |= turned
+        names = {self.names[row] for row in rows}
+        if "aten.neg" not in names or names.isdisjoint(_HALVES) or len(factors) > 2:
             return None
-        rows |= {scaled}
         inside = {int(i) for row in rows for i in self.graph.ops.outputs.row(row)}
         if inside & self.kept or any(self.readers[i] - rows - {last} for i in inside):
             return None

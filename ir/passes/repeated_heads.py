@@ -77,7 +77,9 @@ class _Writer(StepWriter):
         shape = (*one.shape[:-3], one.shape[-3] * times, *one.shape[-2:])
         return self.builder.tensor(one.name, shape, one.dtype, one.role)
 
-    def _moves(self, op: t.Compute, name: str, source: int, made: int, read: int, written: int, index: int) -> None:
+    def _moves(
+        self, op: t.Compute, name: str, source: int, made: int, read: int, written: int, index: int
+    ) -> None:
         """A kernel that reads and writes so many times a tensor's bytes."""
         nbytes = self.graph.tensors[index].nbytes
         self.builder.compute(

@@ -179,8 +179,8 @@ def estimate(
 def _sustained(graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[Core], picoseconds: Int64) -> Int64:
     """The durations in a long run, each kernel at the clock that its own power allows.
 
-    What a product takes beyond its FLOPs at the rate of a burst is not paced by the clock. Attention stays below the
-    peak because its warps wait for each other, on the clock, too: but for the time that its operands take to move.
+    What a product takes beyond its FLOPs at the rate of a burst is not paced by the clock. Attention stays below
+    the peak because its warps wait for each other: all but the time that its operands take to move is paced.
     """
     power = device.power
     if power is None or not len(at):

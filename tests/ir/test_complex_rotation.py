@@ -59,9 +59,11 @@ def test_queries_and_keys_are_converted_multiplied_and_converted_back(step: Step
     assert after["complex.mul"] == 2 * 2 * LAYERS  # queries and keys, forward and backward
     assert after["aten._to_copy"] - before["aten._to_copy"] == 2 * after["complex.mul"]
     products = [op for op in kernels(made) if op.name == "complex.mul"]
-    assert Counter(op.phase for op in products) == {phase: 2 * LAYERS for phase in (Phase.FORWARD, Phase.BACKWARD)}
+    assert Counter(op.phase for op in products) == dict.fromkeys((Phase.FORWARD, Phase.BACKWARD), 2 * LAYERS)
     flat, factors = unfold(made), 2 * SEQUENCE * WIDTH * 2  # cosines and sines, in 16 bit
-    for op, heads in zip(sorted(products, key=lambda op: op.bytes_written)[:: 2 * LAYERS], (KEYS, HEADS), strict=True):
+    for op, heads in zip(
+        sorted(products, key=lambda op: op.bytes_written)[:: 2 * LAYERS], (KEYS, HEADS), strict=True
+    ):
         exact = 4 * BATCH * SEQUENCE * heads * WIDTH
         assert (op.bytes_read, op.bytes_written) == (exact + factors, exact)
     assert {flat.tensors[op.outputs[0]].dtype for op in flat.ops if op.name == "complex.mul"} == {DType.FP32}
@@ -88,7 +90,7 @@ def test_nothing_is_fused_with_a_product_of_complex_numbers(step: StepGraph) -> 
         op.bytes_read + op.bytes_written
         for op in kernels(Fuse(within="layers")(step)) if op.module.endswith("self_attn")
     )  # fmt: skip
-    # Once in one kernel of 16 bit, four bytes an element; now 6 + 8 + 6, the last of backward in one with a transposition.
+    # Four bytes an element in one kernel of 16 bit; now 6 + 8 + 6, the last in one with a transposition backward.
     elements = BATCH * SEQUENCE * (HEADS + KEYS) * WIDTH * 2 * LAYERS
     assert 14 * elements <= moved <= 18 * elements
 
@@ -125,7 +127,9 @@ def test_every_query_head_has_keys_and_values_of_its_own(step: StepGraph) -> Non
     assert after["aten.clone"] - before["aten.clone"] == 2 * LAYERS
     assert after["aten.sum"] - before["aten.sum"] == 2 * LAYERS
     sums = [op for op in flat.ops if op.name == "aten.sum" and op.module.endswith("self_attn")]
-    assert {(op.bytes_read, op.bytes_written) for op in sums if isinstance(op, Compute)} == {(times * shared, shared)}
+    assert {(op.bytes_read, op.bytes_written) for op in sums if isinstance(op, Compute)} == {
+        (times * shared, shared)
+    }
     assert {op.phase for op in sums} == {Phase.BACKWARD}
     grown = [sum(op.bytes_read + op.bytes_written for op in attentions(graph)) for graph in (step, made)]
     # Keys and values are read twice, and their gradients written once, each of so many times the heads.
@@ -135,7 +139,9 @@ def test_every_query_head_has_keys_and_values_of_its_own(step: StepGraph) -> Non
 def test_copies_that_are_kept_are_made_once(step: StepGraph) -> None:
     again = RepeatedHeads()(Recompute(policy="full")(step))
     verify(again)
-    copies = Counter(op.phase for op in kernels(again) if op.name == "aten.clone" and op.module.endswith("self_attn"))
+    copies = Counter(
+        op.phase for op in kernels(again) if op.name == "aten.clone" and op.module.endswith("self_attn")
+    )
     kept = Counter(
         op.phase for op in kernels(RepeatedHeads()(step))
         if op.name == "aten.clone" and op.module.endswith("self_attn")

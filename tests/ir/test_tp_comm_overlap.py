@@ -75,7 +75,9 @@ def test_asynchronous_tensor_parallelism_moves_a_part_before_a_gather_and_adds_p
     assert len(shares) == len(gathers) == 3 * (2 + 2)  # what products read forward, and gradients backward
     assert names[SYMMETRIC + "reduce_scatter"] == 2 * len(sums) == 2 * 3 * 2
     part = 2 * 128 // RANKS * 2048 * 2
-    assert {(op.bytes_read, op.bytes_written) for op in sums if isinstance(op, t.Compute)} == {(RANKS * part, part)}
+    assert {(op.bytes_read, op.bytes_written) for op in sums if isinstance(op, t.Compute)} == {
+        (RANKS * part, part)
+    }
     if not fp8:
         assert {(op.bytes_read, op.bytes_written) for op in shares if isinstance(op, t.Compute)} == {(part, part)}
     plain = Counter(op.name for op in ran(TpCommOverlap()(graph)))

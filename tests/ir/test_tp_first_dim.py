@@ -85,7 +85,7 @@ def test_one_sample_lies_right_and_a_sum_has_no_parts(samples: int, sequence: bo
 
 
 def test_what_runs_beside_products_is_read_where_it_lies() -> None:
-    """Of a layer with asynchronous tensor parallelism two sums of gradients alone are copied, and what no layer has."""
+    """Of a layer two sums of gradients alone are copied, beside what no layer has."""
     graph = rank(2)
     beside = TpCommOverlap(dtensor=True)(graph)
     symmetric = [op for op in ran(beside) if op.name.startswith(SYMMETRIC)]

@@ -92,7 +92,7 @@ def test_products_under_500_w_run_as_fast_as_was_measured(sizes: tuple[int, int,
 
 @pytest.mark.parametrize(("seq", "measured"), [(8192, 287.696), (16384, 304.199)])
 def test_long_passes_of_attention_are_as_slow_as_was_measured(seq: int, measured: float) -> None:
-    """FlashAttention-2 of 122 and 463 ms, which its energy was not told from (pytorch/benchmark, pull request 2296)."""
+    """Of 122 and 463 ms; the energy is told from one of 29 ms (pytorch/benchmark, pull request 2296)."""
     device = load_device("h100-sxm-hbm2e")
     assert device.power is not None
     burst = float(attention_forward(device, batch=128, heads=8, seq=seq, head_dim=128, causal=False).seconds)

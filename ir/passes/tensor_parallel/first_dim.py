@@ -38,9 +38,11 @@ class FirstDim:
 
 class _Copies(StepWriter):
     def operation(self, op: t.Op) -> None:
-        if not isinstance(op, t.Collective) or self.graph.groups[op.group].axes != (AXIS,):
-            self.copy(op)
-        elif op.name.startswith(SYMMETRIC):
+        if (
+            not isinstance(op, t.Collective)
+            or self.graph.groups[op.group].axes != (AXIS,)
+            or op.name.startswith(SYMMETRIC)
+        ):
             self.copy(op)
         elif op.collective == t.CollectiveKind.ALL_GATHER and self._is_inside(op.inputs[0], op.outputs[0]):
             (whole,) = (self.graph.tensors[i] for i in op.outputs)

@@ -18,13 +18,12 @@ not; its operand is then on its way, not made (`tp.arriving`). With a scatter of
 product is made first, scattering begins after it, and the last n-th of the bytes goes when all is made: max(g +
 s/n, g/n + s). Several products of what was gathered (queries, keys and values) are one.
 
-PyTorch's asynchronous tensor parallelism (`dtensor`) finds patterns in a compiled layer: a gather and the products of
-what it gathers, and a product whose result is scattered. What is a sum of several products, as the gradient of what
-queries, keys and values share, is scattered as if nothing were, and nothing is beside it (inductor's
-fx_passes/micro_pipeline_tp.py). A rank's own part is first copied to where the others read it; what the ranks have
-made for each other lies side by side, and is added up once all of it is there, so there are as many parts of a
-product as ranks (torch/distributed/_symmetric_memory: `_pipelined_all_gather_and_consume`,
-`_pipelined_produce_and_all2all` and the sum of their partial results).
+PyTorch's asynchronous tensor parallelism (`dtensor`) finds patterns in a compiled layer: a gather and the products
+of what it gathers, and a product whose result is scattered. A sum of several products, as the gradient of what
+queries, keys and values share, is scattered with nothing beside it (inductor's fx_passes/micro_pipeline_tp.py). A
+rank's own part is first copied to where the others read it (`tp.share`). What the ranks have made for each other
+lies side by side, and is added up once all of it is there (`tp.sum`), so a product has as many parts as there are
+ranks (torch/distributed/_symmetric_memory: `_pipelined_all_gather_and_consume`, `_pipelined_produce_and_all2all`).
 
 It comes after the passes that choose kernels, before those that lower the step to a job. The head is left out.
 """
@@ -431,8 +430,8 @@ class _Chunks(StepWriter):
         (output,) = op.outputs
         self.begun[op.id] = self.tensor(output)
         self.builder.add(
-            self._named(op), inputs=(first,), outputs=(self.begun[op.id],), bytes_per_rank=op.bytes_per_rank - share,
-            deps=(), durations=(),
+            self._named(op), inputs=(first,), outputs=(self.begun[op.id],), deps=(), durations=(),
+            bytes_per_rank=op.bytes_per_rank - share,
         )  # fmt: skip
 
     def _end(self, op: t.Collective) -> None:
