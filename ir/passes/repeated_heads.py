@@ -34,30 +34,30 @@ class _Writer(StepWriter):
         self.repeated: dict[tuple[int, int], int] = {}
 
     def operation(self, op: t.Op) -> None:
-        grouped = isinstance(op, t.Compute) and isinstance(op.attributes, t.Attention)
-        if grouped and op.attributes.kv_heads < op.attributes.heads:
-            self._attend(op)
+        if isinstance(op, t.Compute) and isinstance(op.attributes, t.Attention):
+            self._attend(op, op.attributes)
         else:
             self.copy(op)
 
-    def _attend(self, op: t.Compute) -> None:
-        attributes, backward = op.attributes, "backward" in op.name
-        assert isinstance(attributes, t.Attention)
-        times = attributes.heads // attributes.kv_heads
+    def _attend(self, op: t.Compute, attributes: t.Attention) -> None:
+        backward, times = "backward" in op.name, attributes.heads // attributes.kv_heads
+        if times == 1:
+            self.copy(op)
+            return
         first = 2 if backward else 1
         inputs = [
             self._copies(op, index, times) if place in (first, first + 1) else self.tensor(index)
             for place, index in enumerate(op.inputs)
         ]
         grown = sum(self.graph.tensors[i].nbytes for i in op.inputs[first : first + 2]) * (times - 1)
-        changes = {"attributes": replace(attributes, kv_heads=attributes.heads), "durations": ()}
+        own = replace(op, attributes=replace(attributes, kv_heads=attributes.heads), durations=())
         if not backward:
-            self.copy(replace(op, **changes), inputs=inputs, bytes_read=op.bytes_read + grown)
+            self.copy(own, inputs=inputs, bytes_read=op.bytes_read + grown)
             return
         query, *shared = op.outputs
         wide = [self._wide(index, times) for index in shared]
         self.copy(
-            replace(op, **changes), inputs=inputs, outputs=[self.tensor(query), *wide],
+            own, inputs=inputs, outputs=[self.tensor(query), *wide],
             bytes_read=op.bytes_read + grown, bytes_written=op.bytes_written + grown,
         )  # fmt: skip
         for index, parts in zip(shared, wide, strict=True):
