@@ -27,6 +27,7 @@ import numpy as np
 
 from echograph.models.stacks import load_stack
 from echograph.profiler.costs import estimate, power
+from echograph.profiler.costs.device import PowerModel
 from echograph.workflow.validation import run, setup, trainers
 from echograph.workflow.validation.table import MeasuredStep, read
 
@@ -68,7 +69,7 @@ def setting(where: Any, **values: Any) -> Iterator[None]:
 
 
 def _set(where: Any, name: str, value: Any) -> None:
-    if isinstance(where, type(run)):
+    if isinstance(where, type(run) | type):
         setattr(where, name, value)
     else:
         object.__setattr__(where, name, value)
@@ -247,6 +248,27 @@ CHOICES = (
         independent=True,
     ),
     Choice(
+        name="torchtitan rotates by complex numbers and repeats keys and values; without: as a library would",
+        families=("titan",),
+        without=stack("torchtitan", complex_rotation=False, repeated_heads=False),
+        source="torchtitan's code and issue 15",
+        independent=True,
+    ),
+    Choice(
+        name="asynchronous tensor parallelism where a report says so; without: none",
+        families=("titan",),
+        without=rules(lambda rule: getattr(rule, "set", {}).get("tp_comm_overlap") == "chunks"),
+        source="torchtitan's reports, code of PyTorch (micro_pipeline_tp.py, _symmetric_memory)",
+        independent=True,
+    ),
+    Choice(
+        name="FlashAttention-2 on H100 draws what a long run showed; without: what products draw",
+        families=("titan", "mpt"),
+        without=lambda: setting(PowerModel, joules_of=_of_products),
+        source="pytorch/benchmark, pull request 2296",
+        independent=True,
+    ),
+    Choice(
         name="pipelines of 2021 reduce gradients after backward; without: during",
         families=MEGATRON_2021,
         without=stack("megatron-2021", overlap_grad_reduce_in_pipelines=True),
@@ -296,6 +318,10 @@ CHOICES = (
         independent=True,
     ),
 )
+
+
+def _of_products(power: PowerModel, peak: str, kernel: str = "") -> float:
+    return power.joules_per_flop.get(peak, 0.0)
 
 
 def _trainer(name: str, **values: Any) -> Undo:

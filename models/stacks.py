@@ -29,6 +29,8 @@ class Stack:
         fuse: how far elementwise operations become one kernel: those of one part of a layer ("modules"), as a
             library of fused kernels has them, or all that a compiler finds ("step"), or finds in each layer
             ("layers"); "": none.
+        repeated_heads: whether keys and values are copied for every query head, where queries are grouped.
+        complex_rotation: whether rotary embeddings are products of complex numbers in fp32, which nothing fuses.
         loss: "eager" or "fused" cross-entropy.
         logged_losses: cross-entropies of the logits that are worked out for the log beside the loss.
         loss_in_tensor_parallel: the same where ranks share the vocabulary; "": eager.
@@ -68,6 +70,8 @@ class Stack:
     sources: Mapping[str, str] = field(default_factory=dict)
     attention: tuple[str, ...] = ()
     fuse: Literal["", "modules", "layers", "step"] = ""
+    repeated_heads: bool = False
+    complex_rotation: bool = False
     loss: Literal["", "eager", "fused"] = ""
     logged_losses: int = 0
     loss_in_tensor_parallel: Literal["", "eager", "fused"] = ""

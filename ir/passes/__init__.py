@@ -23,6 +23,8 @@ PASSES = Table(
         "expert_parallel": "echograph.ir.passes.expert_parallel:ExpertParallel",
         "fuse_loss": "echograph.ir.passes.fuse_loss:FuseLoss",
         "precision": "echograph.ir.passes.precision:Precision",
+        "repeated_heads": "echograph.ir.passes.repeated_heads:RepeatedHeads",
+        "complex_rotation": "echograph.ir.passes.complex_rotation:ComplexRotation",
         "attention_kernel": "echograph.ir.passes.kernels:AttentionKernel",
         "fuse": "echograph.ir.passes.fuse:Fuse",
         "tp_comm_overlap": "echograph.ir.passes.tensor_parallel.overlap:TpCommOverlap",

@@ -228,6 +228,14 @@ def _floor_seconds(
     return np.maximum(flops / peak, compulsory)
 
 
+def attention_flops(
+    shape: AttentionShape, causal: bool | npt.NDArray[np.bool_], *, backward: bool = False
+) -> FloatArray:
+    """FLOPs of a pass; of a causal one those that the mask leaves."""
+    each = 4.0 * (BACKWARD_FLOPS if backward else 1.0)
+    return each * _pairs(shape, causal) * (shape.d + shape.v_d) / 2.0
+
+
 def keys_visited(
     shape: AttentionShape, causal: bool | npt.NDArray[np.bool_], tile: float = TILE, key_tile: int = 1
 ) -> FloatArray:

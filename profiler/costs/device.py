@@ -335,6 +335,7 @@ class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class PowerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a device draws: `static_W` always, and energy for each FLOP (by peak) and byte at full voltage.
 
+    `joules_per_attention_flop` has the kernels of attention whose own energy was measured, which count instead.
     `limit_W` is the board's; `power.py` has the equations.
     """
 
@@ -343,6 +344,11 @@ class PowerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     joules_per_flop: dict[str, _Seconds]
     joules_per_byte: _Seconds
     source: str
+    joules_per_attention_flop: dict[str, _Seconds] = {}
+
+    def joules_of(self, peak: str, kernel: str = "") -> float:
+        """Joules of a FLOP at a peak, in a kernel of attention or in none ("")."""
+        return self.joules_per_attention_flop.get(kernel, self.joules_per_flop.get(peak, 0.0))
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,12 @@ from echograph.ir.types import (
     Source,
     Tensor,
 )
-from echograph.profiler.costs.attention import attention_backward, attention_forward
+from echograph.profiler.costs.attention import (
+    attention_backward,
+    attention_flops,
+    attention_forward,
+    attention_shape,
+)
 from echograph.profiler.costs.device import (
     DEFAULT_ROW_BYTES,
     CostEstimate,
@@ -101,7 +106,21 @@ LONGEST_S = 2.0**62 / PS_PER_S
 """What the clock of whole picoseconds in 64 bits counts, with room to add."""
 
 
-Known = dict[Hashable, tuple[CostEstimate, str]]
+class Core(NamedTuple):
+    """What of an operation draws power.
+
+    Attributes:
+        peak: what its tensor cores work at; "" of one that has none.
+        kernel: of attention; "" of anything else.
+        flops: that an attention executes, which are fewer than those of its model where a mask hides some.
+    """
+
+    peak: str = ""
+    kernel: str = ""
+    flops: float = 0.0
+
+
+Known = dict[Hashable, tuple[CostEstimate, Core]]
 """Costs of operations on one device, by what they depend on."""
 
 
@@ -139,7 +158,7 @@ def estimate(
     spread[at] = np.array([cost.spread for cost, _ in found], np.float32)[number_of]
     cores = [found[number][1] for number in number_of.tolist()]
     picoseconds = _sustained(graph, device, at, cores, picoseconds)
-    paced = at[np.array([bool(core) for core in cores], bool)]
+    paced = at[np.array([bool(core.peak) for core in cores], bool)]
     picoseconds[paced] = np.rint(picoseconds[paced] * slower).astype(np.int64)
     return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
 
@@ -162,7 +181,7 @@ def _alike(graph: Graph, rows: list[int]) -> tuple[list[tuple[int, Hashable]], I
 
 def _known(
     graph: Graph, row: int, what: Hashable, device: DeviceProfile, costs: Known
-) -> tuple[CostEstimate, str]:
+) -> tuple[CostEstimate, Core]:
     """What an operation costs, and the peak that its tensor cores work at, asked for where it is not known.
 
     Raises:
@@ -172,28 +191,35 @@ def _known(
         op = graph.ops[row]
         assert isinstance(op, Compute | Copy)
         operands = [graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]
-        costs[what] = cost_of(op, operands, device), _core(op, operands)
+        costs[what] = cost_of(op, operands, device), _core(op, operands, device)
     if not float(costs[what][0].seconds) < LONGEST_S:
         name = graph.strings[graph.ops.name[row]]
         raise GraphError(f"operation {name}: would take over {LONGEST_S / 86400:.0f} days on {device.name}")
     return costs[what]
 
 
-def _sustained(graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[str], picoseconds: Int64) -> Int64:
+def _sustained(graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[Core], picoseconds: Int64) -> Int64:
     """The durations in a long run, each kernel at the clock that its own power allows.
 
-    What a kernel of products or attention takes beyond its FLOPs at the rate of a burst is not paced by the clock.
+    What a product takes beyond its FLOPs at the rate of a burst is not paced by the clock. Attention stays below
+    the peak because its warps wait for each other: all but the time that its operands take to move is paced.
     """
     power = device.power
     if power is None or not len(at):
         return picoseconds
     ops, seconds = graph.ops, picoseconds[at] / PS_PER_S
     peaks = device.datasheet.peak_flops_per_s
-    peak = np.array([peaks[core] if core in power.joules_per_flop else np.inf for core in cores])
-    joules = np.array([power.joules_per_flop.get(core, 0.0) for core in cores])
-    flops = np.where(np.isfinite(peak), ops.flops[at] * _executed(graph, at), 0.0)
-    paced = seconds * np.clip(flops / (PACED_AT * peak * np.maximum(seconds, 1e-12)), 0.0, 1.0)
+    peak = np.array([peaks[core.peak] if core.peak in power.joules_per_flop else np.inf for core in cores])
+    joules = np.array([power.joules_of(core.peak, core.kernel) for core in cores])
+    flops = np.where(np.isfinite(peak), _executed(graph, at, cores), 0.0)
     moved = (ops.bytes_read[at] + ops.bytes_written[at]).astype(np.float64)
+    attends = np.array([bool(core.kernel) for core in cores]) & np.isfinite(peak)
+    share = np.where(
+        attends,
+        1.0 - moved / (device.datasheet.memory_bandwidth_bytes_per_s * np.maximum(seconds, 1e-12)),
+        flops / (PACED_AT * peak * np.maximum(seconds, 1e-12)),
+    )
+    paced = seconds * np.clip(share, 0.0, 1.0)
     clock = sustained_clock(power, flops * joules, moved * power.joules_per_byte, paced, seconds - paced)
     slower = picoseconds.copy()
     slower[at] = np.rint((seconds + paced * (1.0 / clock - 1.0)) * PS_PER_S).astype(np.int64)
@@ -214,41 +240,53 @@ def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
     power, ops = device.power, job.ops
     assert power is not None
     rows = np.flatnonzero(np.isin(ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~ops.is_view)
-    memo: dict[Hashable, str] = {}
-    per_flop = np.zeros(len(rows))
+    memo: dict[Hashable, Core] = {}
+    per_flop, cores = np.zeros(len(rows)), list[Core]()
     for at, (row, key) in enumerate(zip(rows.tolist(), _signatures(job, rows.tolist())[0], strict=True)):
         if key not in memo:
             op = job.ops[row]
             assert isinstance(op, Compute | Copy)
-            memo[key] = _core(op, ([job.tensors[i] for i in op.inputs], []))
-        per_flop[at] = power.joules_per_flop.get(memo[key], 0.0)
+            memo[key] = _core(op, ([job.tensors[i] for i in op.inputs], []), device)
+        cores.append(memo[key])
+        per_flop[at] = power.joules_of(memo[key].peak, memo[key].kernel)
     runs = np.zeros(len(ops))
     for program in range(len(job.programs)):
         runs += job.run_counts(program) * float(job.rank_count(program))
     moved = (ops.bytes_read[rows] + ops.bytes_written[rows]) * power.joules_per_byte
-    each = ops.flops[rows] * _executed(job, rows) * per_flop + moved
+    each = _executed(job, rows, cores) * per_flop + moved
     boards = job.world_size * step_s
     return min(power.limit_W * boards, power.static_W * boards + float((each * runs[rows]).sum()))
 
 
-def _executed(graph: Graph, at: Int64) -> Float64:
-    """The share of FLOPs that is executed: kernels of causal attention leave out what the mask hides."""
-    values = graph.ops.attribute_values
-    share = [0.5 if isinstance(value, Attention) and value.causal else 1.0 for value in values]
-    return np.array([*share, 1.0])[graph.ops.attributes[at]]  # none is -1, the last
+def _executed(graph: Graph, at: Int64, cores: Sequence[Core]) -> Float64:
+    """The FLOPs that are executed: kernels of causal attention leave out what the mask hides."""
+    return np.where([bool(core.kernel) for core in cores], [core.flops for core in cores], graph.ops.flops[at])
 
 
 PACED_AT = 0.75
 """A kernel at this share of the peak, which the best ones reach, takes no time that the clock does not pace."""
 
 
-def _core(op: Compute | Copy, operands: _InOut) -> str:
-    """The peak that an operation's tensor cores work at; "" of one that has none."""
+def _core(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> Core:
     inputs, _ = operands
     if not isinstance(op, Compute) or not isinstance(op.attributes, Gemm | Attention | Convolution) or not inputs:
-        return ""
+        return Core()
     name = DTYPE_NAMES.get(inputs[0].dtype, "")
-    return STAND_IN.get(name, name)
+    core = Core(STAND_IN.get(name, name))
+    if not isinstance(op.attributes, Attention):
+        return core
+    backward = "backward" in op.name
+    query, key, value = _query_key_value(op, inputs)
+    shape = attention_shape(
+        prod(query.shape[:-3]), op.attributes.heads, query.shape[-2], op.attributes.head_dim,
+        kv_seq=key.shape[-2], v_head_dim=value.shape[-1],
+    )  # fmt: skip
+    flops = float(attention_flops(shape, op.attributes.causal, backward=backward))
+    return core._replace(kernel=_kernel(op.name) or device.default_attention, flops=flops)
+
+
+def _query_key_value(op: Compute, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    return inputs[1:4] if "backward" in op.name else inputs[:3]
 
 
 Signature = tuple[Any, ...]
@@ -378,7 +416,7 @@ def _attention(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEsti
     attributes = op.attributes
     assert isinstance(attributes, Attention)
     backward = "backward" in op.name
-    query, key, value = operands[0][1:4] if backward else operands[0][:3]
+    query, key, value = _query_key_value(op, operands[0])
     in_order = {"deterministic": attributes.deterministic} if backward else {}
     cost = (attention_backward if backward else attention_forward)(
         device,

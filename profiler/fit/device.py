@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import DataError, OutputError
+from echograph.profiler.costs.attention import attention_shape, pass_seconds
 from echograph.profiler.costs.device import (
     FORMAT,
     SHORT_KERNEL_S,
@@ -39,7 +40,7 @@ from echograph.profiler.costs.gemm import DTYPES, STAND_IN, gemm_seconds
 from echograph.profiler.costs.power import volts
 from echograph.profiler.fit.attention import fit_attention
 from echograph.profiler.fit.experts import fit_experts, fit_passes, layers_of_library
-from echograph.profiler.fit.facts import DATASHEETS, DeviceFacts, RowChoice, device_facts
+from echograph.profiler.fit.facts import DATASHEETS, DeviceFacts, LongAttention, RowChoice, device_facts
 from echograph.profiler.fit.gemm import (
     Products,
     calibrate_products,
@@ -262,7 +263,7 @@ def fit_device(
         provenance=Provenance(date=date, method=METHOD, tables=dict(sorted(used.items())), holdout=DESCRIPTION),
         sustained_gemm_slowdown=sustained,
         sustained_basis=why,
-        power=_power(gemm, facts, relative),
+        power=_power(gemm, attention, facts, relative),
         scan=scan,
     )
 
@@ -579,7 +580,12 @@ SUSTAINED_SIZE = 8192.0
 """The products that gpu-fryer runs: so many rows, columns and depth."""
 
 
-def _power(gemm: dict[str, GemmModel], facts: DeviceFacts, relative: DeviceProfile | None) -> PowerModel | None:
+def _power(
+    gemm: dict[str, GemmModel],
+    attention: dict[str, AttentionModel],
+    facts: DeviceFacts,
+    relative: DeviceProfile | None,
+) -> PowerModel | None:
     """Energies from what the board sustains within its limit; else a relative's under this board's limit."""
     known = facts.power
     if known is None:
@@ -614,8 +620,23 @@ def _power(gemm: dict[str, GemmModel], facts: DeviceFacts, relative: DeviceProfi
         static_W=round(static, 1),
         joules_per_flop=joules,
         joules_per_byte=JOULES_PER_BYTE,
-        source=known.source,
+        source="; ".join([known.source, *(run.source for run in known.attention.values())]),
+        joules_per_attention_flop={
+            kernel: _attention_joules(attention[kernel], run, facts.datasheet(), static)
+            for kernel, run in known.attention.items()
+        },
     )
+
+
+def _attention_joules(model: AttentionModel, run: LongAttention, sheet: Datasheet, static_W: float) -> float:
+    """Joules of a FLOP of a kernel of attention, with which the model's comes out at the rate of a long run."""
+    shape = attention_shape(run.batch, run.heads, run.seq, run.head_dim)
+    seconds = float(pass_seconds(model, model.forward, sheet, shape, causal=False))
+    flops = 4.0 * run.batch * run.heads * float(run.seq) ** 2 * run.head_dim
+    long = flops / (run.sustained_TFLOPs * 1e12)
+    moved = 4.0 * ELEMENT_BYTES["bf16"] * run.batch * run.heads * run.seq * run.head_dim
+    drawn = (run.measured_W - static_W) * long - moved * JOULES_PER_BYTE
+    return _significant(drawn / (flops * float(volts(np.asarray(min(1.0, seconds / long)))) ** 2))
 
 
 BYTES_PER_FLOP = 3.0 * 2.0 / (2.0 * SUSTAINED_SIZE)

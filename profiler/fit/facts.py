@@ -55,6 +55,28 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     best_of_relative: list[str] = []
 
 
+class LongAttention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A forward pass of attention without a mask that ran long enough for the clock to settle.
+
+    Attributes:
+        sustained_TFLOPs: its rate.
+        measured_W: the limit of the board.
+        batch: its sizes, as the next three.
+        heads: of queries, keys and values.
+        seq: queries and keys.
+        head_dim: of all of them.
+        source: of these figures.
+    """
+
+    sustained_TFLOPs: float
+    measured_W: float
+    batch: int
+    heads: int
+    seq: int
+    head_dim: int
+    source: str
+
+
 class PowerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a board may draw, and what it sustains within that.
 
@@ -64,6 +86,7 @@ class PowerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             empty: energies are the relative's.
         burst_TFLOPs: the same kernels' rate before; of a dtype that is not here, the model's of `SUSTAINED_SIZE`.
         measured_W: the limit under which these were measured (0: `limit_W`).
+        attention: by kernel of attention, a long run, where its energy is not that of products.
         source: of these figures.
     """
 
@@ -71,6 +94,7 @@ class PowerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     sustained_TFLOPs: dict[str, float] = {}
     burst_TFLOPs: dict[str, float] = {}
     measured_W: float = 0.0
+    attention: dict[str, LongAttention] = {}
     source: str
 
 

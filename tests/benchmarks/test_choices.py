@@ -12,6 +12,7 @@ import pytest
 
 from echograph.models.stacks import load_stack, stack_names
 from echograph.profiler.costs import estimate, power
+from echograph.profiler.costs.device import PowerModel
 from echograph.workflow.validation import run, setup, trainers
 from echograph.workflow.validation.table import MeasuredStep
 
@@ -36,6 +37,7 @@ def state() -> tuple[Any, ...]:
         [repr(load_stack(name)) for name in stack_names()],
         msgspec.to_builtins(table),
         (power.slowest_of, estimate.sustained_clock, dict(estimate.SPLIT_ACCUMULATION), dict(setup.CLUSTERS)),
+        PowerModel.joules_of,
     )
 
 

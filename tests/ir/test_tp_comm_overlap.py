@@ -18,7 +18,7 @@ from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.precision import Precision
 from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.tensor_parallel import TensorParallel
-from echograph.ir.passes.tensor_parallel.overlap import SPLITS, TpCommOverlap
+from echograph.ir.passes.tensor_parallel.overlap import SPLITS, SYMMETRIC, TpCommOverlap
 from echograph.ir.verify import verify
 from echograph.models import get_model
 from echograph.workflow.compile import compile_entry
@@ -59,6 +59,38 @@ def test_no_work_and_no_byte_is_lost(name: str, fp8: bool, chunks: bool) -> None
     overlapped = TpCommOverlap(chunks=chunks)(graph)
     verify(overlapped)
     assert work(overlapped) == work(graph)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_asynchronous_tensor_parallelism_moves_a_part_before_a_gather_and_adds_parts_up_after_a_scatter(
+    fp8: bool,
+) -> None:
+    graph = ranks("llama-3.2-1b", fp8=fp8)
+    made = TpCommOverlap(dtensor=True)(graph)
+    verify(made)
+    assert sum(work(made).values()) == sum(work(graph).values())
+    names = Counter(op.name for op in ran(made))
+    gathers = [op for op in ran(made) if op.name == SYMMETRIC + "all_gather"]
+    shares, sums = ([op for op in ran(made) if op.name == name] for name in ("tp.share", "tp.sum"))
+    assert len(shares) == len(gathers) == 3 * (2 + 2)  # what products read forward, and gradients backward
+    assert names[SYMMETRIC + "reduce_scatter"] == 2 * len(sums) == 2 * 3 * 2
+    part = 2 * 128 // RANKS * 2048 * 2
+    assert {(op.bytes_read, op.bytes_written) for op in sums if isinstance(op, t.Compute)} == {
+        (RANKS * part, part)
+    }
+    if not fp8:
+        assert {(op.bytes_read, op.bytes_written) for op in shares if isinstance(op, t.Compute)} == {(part, part)}
+    plain = Counter(op.name for op in ran(TpCommOverlap()(graph)))
+    assert plain["tp.share"] == plain["tp.sum"] == 0
+
+
+def test_a_sum_of_products_is_scattered_with_nothing_beside_it() -> None:
+    """The gradient of what queries, keys and values read: products of weights' gradients are all made before."""
+    made = TpCommOverlap(dtensor=True)(ranks("llama-3.2-1b"))
+    ops = [op for op in backward(made) if op.module.endswith(("q_proj", "k_proj", "v_proj"))]
+    scatter = next(op for op in ops if isinstance(op, t.Collective) and op.collective.name == "REDUCE_SCATTER")
+    assert not scatter.name.startswith(SYMMETRIC)
+    assert max(op.id for op in ops if is_product(op)) < scatter.id
 
 
 @NAMES

@@ -17,6 +17,7 @@ from echograph.ir.passes.precision import Precision
 from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.tensor_parallel import TensorParallel
 from echograph.ir.passes.tensor_parallel.first_dim import FirstDim
+from echograph.ir.passes.tensor_parallel.overlap import SYMMETRIC, TpCommOverlap
 from echograph.ir.verify import verify
 from echograph.models import get_model
 from echograph.simulator.clusters import load_cluster
@@ -83,6 +84,21 @@ def test_one_sample_lies_right_and_a_sum_has_no_parts(samples: int, sequence: bo
     assert copied(FirstDim()(graph)) == copied(graph)
 
 
+def test_what_runs_beside_products_is_read_where_it_lies() -> None:
+    """Of a layer two sums of gradients alone are copied, beside what no layer has."""
+    graph = rank(2)
+    beside = TpCommOverlap(dtensor=True)(graph)
+    symmetric = [op for op in ran(beside) if op.name.startswith(SYMMETRIC)]
+    plain = communicated(graph)
+    made = FirstDim()(beside)
+    verify(made)
+    copies = copied(made) - copied(beside)
+    assert 0 < copies.total() < plain.total() and symmetric
+    scatters = [op for op in ran(made) if isinstance(op, t.Collective) and op.collective.name == "REDUCE_SCATTER"]
+    of_layers = [op for op in scatters if ".{}" in op.module and not op.name.startswith(SYMMETRIC)]
+    assert len(of_layers) == 2 * 3 and {op.phase for op in of_layers} == {t.Phase.BACKWARD}
+
+
 def test_what_forward_gathered_is_kept_for_backward() -> None:
     """As autograd keeps it: two gathers a layer fewer, of what its two groups of column-parallel products read."""
     model = get_model("llama-3.2-1b").with_config(num_hidden_layers=3)
@@ -105,7 +121,7 @@ def test_what_forward_gathered_is_kept_for_backward() -> None:
 
 @pytest.mark.parametrize(
     ("stack", "overlap", "copies"),
-    [("torchtitan", "", True), ("torchtitan", "chunks", False), ("megatron-core", "", False), ("", "", False)],
+    [("torchtitan", "", True), ("torchtitan", "chunks", True), ("megatron-core", "", False), ("", "", False)],
 )
 def test_a_plan_has_the_copies_of_its_stack(stack: str, overlap: str, copies: bool) -> None:
     plan = Plan(gpus=8, tp=4, sequence_parallel=True, stack=stack, tp_comm_overlap=overlap)

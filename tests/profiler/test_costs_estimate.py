@@ -374,3 +374,24 @@ def test_a_limit_of_power_slows_what_the_clock_paces_and_nothing_else() -> None:
     )
     assert free[1] == kept[1] == half[1]
     assert free[0] <= kept[0] < half[0] < 3 * free[0]
+
+
+@pytest.mark.parametrize("kernel", ["flash2", "cudnn"])
+def test_attention_draws_the_power_of_the_flops_that_it_executes(kernel: str) -> None:
+    """A ring's step without a mask has all the FLOPs of its model counted, of which it executes half."""
+    device = load_device("h100-sxm-hbm2e")
+    assert device.power is not None
+    shape = (1, 32, 8192, 128)
+    found = {}
+    for counted in (1.0, 2.0):
+        builder = GraphBuilder()
+        query, key, value, made = (builder.tensor(name, shape, BF16, TensorRole.ACTIVATION) for name in "qkvo")
+        builder.compute(
+            f"{kernel}.attention", phase=Phase.FORWARD, inputs=(query, key, value), outputs=(made,),
+            flops=int(counted * 4 * 32 * 8192**2 * 128), bytes_read=3 * 2 * 32 * 8192 * 128,
+            bytes_written=2 * 32 * 8192 * 128, attributes=Attention(heads=32, kv_heads=32, head_dim=128),
+        )  # fmt: skip
+        graph = builder.build(StepGraph)
+        found[counted] = estimate(graph, device).picoseconds[0]
+    burst = estimate(graph, msgspec.structs.replace(device, power=None)).picoseconds[0]
+    assert found[1.0] == found[2.0] > burst

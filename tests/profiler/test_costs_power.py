@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echograph.profiler.costs import gemm, load_device
+from echograph.profiler.costs import attention_forward, gemm, load_device
 from echograph.profiler.costs.device import PowerModel
 from echograph.profiler.costs.power import FLOOR, SLOPE, sustained_clock, volts
 
@@ -88,3 +88,16 @@ def test_products_under_500_w_run_as_fast_as_was_measured(sizes: tuple[int, int,
     seconds = burst / clock_of(device.power, *joules, burst, 0.0)
     assert 2e-12 * m * n * k / seconds == pytest.approx(measured, rel=0.05)
     assert 2e-12 * m * n * k / burst > 1.25 * measured
+
+
+@pytest.mark.parametrize(("seq", "measured"), [(8192, 287.696), (16384, 304.199)])
+def test_long_passes_of_attention_are_as_slow_as_was_measured(seq: int, measured: float) -> None:
+    """Of 122 and 463 ms; the energy is told from one of 29 ms (pytorch/benchmark, pull request 2296)."""
+    device = load_device("h100-sxm-hbm2e")
+    assert device.power is not None
+    burst = float(attention_forward(device, batch=128, heads=8, seq=seq, head_dim=128, causal=False).seconds)
+    flops = 4.0 * 128 * 8 * seq**2 * 128
+    joules = flops * device.power.joules_of("bf16", "flash2")
+    seconds = burst / clock_of(device.power, joules, 8.0 * 128 * 8 * seq * 128 * 3e-11, burst, 0.0)
+    assert 1e-12 * flops / seconds == pytest.approx(measured, rel=0.06)
+    assert 1e-12 * flops / burst > 1.25 * measured

@@ -5,7 +5,8 @@ know the first dimension of a tensor. Where ranks share another, such as the seq
 the parts that arrive lie one behind the other, and a kernel puts them into their places (`torch.cat`); before a
 reduction a kernel takes them apart. Each is the whole tensor read and written once. Where the dimensions before
 it are of one element the two layouts are the same, and nothing is copied. Megatron-LM, whose sequence comes first,
-has no such copy, nor has asynchronous tensor parallelism, whose ranks read each other's parts where they lie.
+has no such copy, nor have those collectives of asynchronous tensor parallelism that run beside products, for which
+ranks read each other's parts where they lie.
 
 It comes after the passes that choose types and kernels, since what is gathered in 8 bit is copied in 8 bit.
 """
@@ -19,6 +20,7 @@ from typing import ClassVar
 from echograph.ir import types as t
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.rewrite import StepWriter
+from echograph.ir.passes.tensor_parallel.overlap import SYMMETRIC
 
 AXIS = "tp"
 
@@ -36,7 +38,11 @@ class FirstDim:
 
 class _Copies(StepWriter):
     def operation(self, op: t.Op) -> None:
-        if not isinstance(op, t.Collective) or self.graph.groups[op.group].axes != (AXIS,):
+        if (
+            not isinstance(op, t.Collective)
+            or self.graph.groups[op.group].axes != (AXIS,)
+            or op.name.startswith(SYMMETRIC)
+        ):
             self.copy(op)
         elif op.collective == t.CollectiveKind.ALL_GATHER and self._is_inside(op.inputs[0], op.outputs[0]):
             (whole,) = (self.graph.tensors[i] for i in op.outputs)

@@ -18,6 +18,13 @@ not; its operand is then on its way, not made (`tp.arriving`). With a scatter of
 product is made first, scattering begins after it, and the last n-th of the bytes goes when all is made: max(g +
 s/n, g/n + s). Several products of what was gathered (queries, keys and values) are one.
 
+PyTorch's asynchronous tensor parallelism (`dtensor`) finds patterns in a compiled layer: a gather and the products
+of what it gathers, and a product whose result is scattered. A sum of several products, as the gradient of what
+queries, keys and values share, is scattered with nothing beside it (inductor's fx_passes/micro_pipeline_tp.py). A
+rank's own part is first copied to where the others read it (`tp.share`). What the ranks have made for each other
+lies side by side, and is added up once all of it is there (`tp.sum`), so a product has as many parts as there are
+ranks (torch/distributed/_symmetric_memory: `_pipelined_all_gather_and_consume`, `_pipelined_produce_and_all2all`).
+
 It comes after the passes that choose kernels, before those that lower the step to a job. The head is left out.
 """
 
@@ -40,6 +47,8 @@ AXIS = "tp"
 SPLITS = 4
 """Parts of a product before a scatter: `num_splits` of Transformer Engine's `initialize_ub` by default."""
 _REDUCTIONS = (t.CollectiveKind.REDUCE_SCATTER, t.CollectiveKind.ALL_REDUCE)
+SYMMETRIC = "tp.symmetric_"
+"""What the names of collectives begin with that ranks make by reading each other's memory, beside products."""
 _RESHAPES = ("aten.view", "aten._unsafe_view", "aten.reshape")
 
 
@@ -50,12 +59,14 @@ class TpCommOverlap:
     Attributes:
         chunks: whether products and their communication are cut up, too; else bulk overlap alone.
         splits: parts of a product before a scatter.
+        dtensor: whether the chunks are those of PyTorch's asynchronous tensor parallelism.
     """
 
     name: ClassVar[str] = "tp_comm_overlap"
 
     chunks: bool = True
     splits: int = SPLITS
+    dtensor: bool = False
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step graph.
@@ -65,10 +76,14 @@ class TpCommOverlap:
         """
         if self.splits < 2:
             raise PlanError(f"tp_comm_overlap: {self.splits} splits: give 2 or more")
-        if not any(axis.name == AXIS and axis.size > 1 for axis in graph.mesh):
+        ranks = next((axis.size for axis in graph.mesh if axis.name == AXIS), 1)
+        if ranks == 1:
             return graph
-        ordered = _Bulk(_Flow(graph)).write()
-        return _Chunks(_Flow(ordered), self.splits).write() if self.chunks else ordered
+        symmetric = self.chunks and self.dtensor
+        ordered = _Bulk(_Flow(graph), reductions=not symmetric).write()
+        if not self.chunks:
+            return ordered
+        return _Chunks(_Flow(ordered), ranks if symmetric else self.splits, symmetric).write()
 
 
 class _Flow:
@@ -151,11 +166,16 @@ class _Flow:
 
 
 class _Bulk(StepWriter):
-    """Writes backward in Megatron-LM's order: gradients of inputs before those of weights."""
+    """Writes backward in Megatron-LM's order: gradients of inputs before those of weights.
 
-    def __init__(self, flow: _Flow) -> None:
+    Args:
+        flow: of the step.
+        reductions: whether a reduction comes before gradients of weights, too, or gathers' products alone.
+    """
+
+    def __init__(self, flow: _Flow, *, reductions: bool = True) -> None:
         super().__init__(flow.graph)
-        self.flow = flow
+        self.flow, self.reductions = flow, reductions
         self.orders: dict[int, list[int]] = {}
 
     def order(self, block: int) -> Sequence[int]:
@@ -174,7 +194,7 @@ class _Bulk(StepWriter):
                 continue
             if (gather := flow.communication(row, t.CollectiveKind.ALL_GATHER)) is not None:
                 yield from ((product, [product]) for product in flow.products_of(gather))
-            elif flow.communication(row, *_REDUCTIONS) is not None:
+            elif self.reductions and flow.communication(row, *_REDUCTIONS) is not None:
                 yield row, self._summands(row)
 
     def _summands(self, row: int) -> list[int]:
@@ -264,9 +284,10 @@ class _Chunks(StepWriter):
     gathered are written when they are read first, as what follows them on their stream waits for them (`held`).
     """
 
-    def __init__(self, flow: _Flow, splits: int) -> None:
+    def __init__(self, flow: _Flow, splits: int, symmetric: bool) -> None:
         super().__init__(flow.graph)
-        self.flow, self.splits = flow, splits
+        self.flow, self.splits, self.symmetric = flow, splits, symmetric
+        self.beside: set[int] = set()
         self.ranks = next(axis.size for axis in flow.graph.mesh if axis.name == AXIS)
         self.free: dict[int, int] = {}
         self.cuts: dict[int, _Cut] = {}
@@ -294,6 +315,8 @@ class _Chunks(StepWriter):
             elif rows < count:
                 before = _even(count - rows, min(self.ranks - 1, count - rows))
                 self.cuts[row] = _Cut(rows=(*before, rows), arriving=gather.inputs[0])
+        if products:
+            self.beside.add(gather.id)
         held = {gather.outputs[0]}
         for row in range(gather.id + 1, products[-1] if products else 0):
             if self.graph.ops.is_view[row] and held.intersection(self.flow.ops[row].inputs):
@@ -320,7 +343,7 @@ class _Chunks(StepWriter):
     def _hidden(self, scatter: t.Collective, product: int) -> bool:
         """Whether gradients of weights are computed beside a scatter: then it is in bulk."""
         flow, forward = self.flow, int(self.graph.ops.forward_op[product])
-        if self.graph.ops.phase[product] != t.Phase.BACKWARD:
+        if self.graph.ops.phase[product] != t.Phase.BACKWARD or self.symmetric:
             return False
         after = range(scatter.id + 1, len(flow.ops))
         same = (row for row in after if flow.call_of[row] == flow.call_of[product])
@@ -357,6 +380,9 @@ class _Chunks(StepWriter):
             self._in_parts(op, self.cuts[op.id])
         elif isinstance(op, t.Collective) and op.id in self.begun:
             self._end(op)
+        elif isinstance(op, t.Collective) and op.id in self.beside and self.symmetric:
+            shown = self._moved(op, "tp.share", self.tensor(op.inputs[0]), op.inputs[0], op.inputs[0])
+            self.copy(replace(op, name=SYMMETRIC + "all_gather"), inputs=[shown])
         else:
             self.copy(op)
 
@@ -404,12 +430,27 @@ class _Chunks(StepWriter):
         (output,) = op.outputs
         self.begun[op.id] = self.tensor(output)
         self.builder.add(
-            op, inputs=(first,), outputs=(self.begun[op.id],), bytes_per_rank=op.bytes_per_rank - share,
-            deps=(), durations=(),
+            self._named(op), inputs=(first,), outputs=(self.begun[op.id],), deps=(), durations=(),
+            bytes_per_rank=op.bytes_per_rank - share,
         )  # fmt: skip
 
     def _end(self, op: t.Collective) -> None:
         """Scatters the rest."""
         (output,) = op.outputs
         self.part.tensors[output] = self.add_tensor(self.graph.tensors[output], self.begun[op.id])
-        self.copy(op, bytes_per_rank=op.bytes_per_rank // self.splits, durations=())
+        self.copy(self._named(op), bytes_per_rank=op.bytes_per_rank // self.splits, durations=())
+        if self.symmetric:
+            self.part.tensors[output] = self._moved(op, "tp.sum", self.tensor(output), op.inputs[0], output)
+
+    def _named(self, op: t.Collective) -> t.Collective:
+        return replace(op, name=SYMMETRIC + "reduce_scatter") if self.symmetric else op
+
+    def _moved(self, op: t.Collective, name: str, source: int, read: int, written: int) -> int:
+        """A kernel that reads as many bytes as one tensor has and writes another, which it makes anew."""
+        whole, part = self.graph.tensors[read], self.graph.tensors[written]
+        made = self.builder.tensor(part.name, part.shape, part.dtype, part.role)
+        self.builder.compute(
+            name, phase=op.phase, module=op.module, inputs=(source,), outputs=(made,),
+            bytes_read=whole.nbytes, bytes_written=part.nbytes,
+        )  # fmt: skip
+        return made

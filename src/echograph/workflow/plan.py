@@ -441,14 +441,16 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         (plan.loss == "fused", "fuse_loss", {}),
         (bool(plan.precision or plan.grad_dtype or stack.main_gradients), "precision", types | recipe),
         # The kernels that its stack runs.
+        (stack.repeated_heads, "repeated_heads", {}),
+        (stack.complex_rotation, "complex_rotation", {}),
         (bool(stack.attention), "attention_kernel", {"kernel": _attention(stack, cluster)}),
         (bool(stack.fuse), "fuse", {"within": stack.fuse}),
         (
             plan.tp > 1 and plan.tp_comm_overlap in ("bulk", "chunks"),
             "tp_comm_overlap",
-            {"chunks": plan.tp_comm_overlap == "chunks"},
+            {"chunks": plan.tp_comm_overlap == "chunks", "dtensor": stack.tp_dtensor},
         ),
-        (plan.tp > 1 and stack.tp_dtensor and plan.tp_comm_overlap != "chunks", "tp_first_dim", {}),
+        (plan.tp > 1 and stack.tp_dtensor, "tp_first_dim", {}),
         # The job of all ranks.
         (plan.pp > 1, "pipeline", _pipeline(plan, count, stack)),
         (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
