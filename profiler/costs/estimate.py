@@ -106,7 +106,7 @@ LONGEST_S = 2.0**62 / PS_PER_S
 """What the clock of whole picoseconds in 64 bits counts, with room to add."""
 
 
-class Core(NamedTuple):
+class PowerDraw(NamedTuple):
     """What of an operation draws power.
 
     Attributes:
@@ -120,7 +120,7 @@ class Core(NamedTuple):
     flops: float = 0.0
 
 
-Known = dict[Hashable, tuple[CostEstimate, Core]]
+Known = dict[Hashable, tuple[CostEstimate, PowerDraw]]
 """Costs of operations on one device, by what they depend on."""
 
 
@@ -181,7 +181,7 @@ def _alike(graph: Graph, rows: list[int]) -> tuple[list[tuple[int, Hashable]], I
 
 def _known(
     graph: Graph, row: int, what: Hashable, device: DeviceProfile, costs: Known
-) -> tuple[CostEstimate, Core]:
+) -> tuple[CostEstimate, PowerDraw]:
     """What an operation costs, and the peak that its tensor cores work at, asked for where it is not known.
 
     Raises:
@@ -198,7 +198,9 @@ def _known(
     return costs[what]
 
 
-def _sustained(graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[Core], picoseconds: Int64) -> Int64:
+def _sustained(
+    graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[PowerDraw], picoseconds: Int64
+) -> Int64:
     """The durations in a long run, each kernel at the clock that its own power allows.
 
     What a product takes beyond its FLOPs at the rate of a burst is not paced by the clock. Attention stays below
@@ -240,8 +242,8 @@ def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
     power, ops = device.power, job.ops
     assert power is not None
     rows = np.flatnonzero(np.isin(ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~ops.is_view)
-    memo: dict[Hashable, Core] = {}
-    per_flop, cores = np.zeros(len(rows)), list[Core]()
+    memo: dict[Hashable, PowerDraw] = {}
+    per_flop, cores = np.zeros(len(rows)), list[PowerDraw]()
     for at, (row, key) in enumerate(zip(rows.tolist(), _signatures(job, rows.tolist())[0], strict=True)):
         if key not in memo:
             op = job.ops[row]
@@ -258,7 +260,7 @@ def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
     return min(power.limit_W * boards, power.static_W * boards + float((each * runs[rows]).sum()))
 
 
-def _executed(graph: Graph, at: Int64, cores: Sequence[Core]) -> Float64:
+def _executed(graph: Graph, at: Int64, cores: Sequence[PowerDraw]) -> Float64:
     """The FLOPs that are executed: kernels of causal attention leave out what the mask hides."""
     return np.where([bool(core.kernel) for core in cores], [core.flops for core in cores], graph.ops.flops[at])
 
@@ -267,12 +269,12 @@ PACED_AT = 0.75
 """A kernel at this share of the peak, which the best ones reach, takes no time that the clock does not pace."""
 
 
-def _core(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> Core:
+def _core(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> PowerDraw:
     inputs, _ = operands
     if not isinstance(op, Compute) or not isinstance(op.attributes, Gemm | Attention | Convolution) or not inputs:
-        return Core()
+        return PowerDraw()
     name = DTYPE_NAMES.get(inputs[0].dtype, "")
-    core = Core(STAND_IN.get(name, name))
+    core = PowerDraw(STAND_IN.get(name, name))
     if not isinstance(op.attributes, Attention):
         return core
     backward = "backward" in op.name
