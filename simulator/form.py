@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from echograph.errors import DataError
-from echograph.ir.columns import distinct
+from echograph.ir.columns import Bools, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Source
 from echograph.simulator.clusters import Cluster
@@ -157,7 +157,7 @@ def shares(job: JobGraph, cluster: Cluster, times: Durations, step: StepRun) -> 
     number, names = family_of(job)
     own, whole = (np.bincount(number, weights, len(names)) for weights in (step.busy * ~known, step.busy))
     modelled = dict(zip(names, np.divide(own, whole, out=np.zeros(len(names)), where=whole > 0), strict=True))
-    kinds = {"convolutions": KINDS[0], **_communications(job, cluster)}
+    kinds = {"convolutions": KINDS[0], **_communications(job, cluster, known)}
     found: dict[str, float] = defaultdict(float)
     path = sum(step.limits.values()) - step.limits.get(OTHER_RANKS, 0)
     for name, picoseconds in step.limits.items():
@@ -169,13 +169,19 @@ def shares(job: JobGraph, cluster: Cluster, times: Durations, step: StepRun) -> 
     return {kind: found[kind] for kind in KINDS if found[kind] > 0}
 
 
-def _communications(job: JobGraph, cluster: Cluster) -> dict[str, str]:
-    """The kind of each family of communication; of several, the last in order: within, between, exchange."""
+def _communications(job: JobGraph, cluster: Cluster, known: Bools) -> dict[str, str]:
+    """The kind of each family of modelled communication; of several, the last in order: within, between, exchange.
+
+    What was measured needs no place in the cluster, and the ranks of a trace may have none.
+    """
+    modelled = set(distinct(job.ops.group[np.isin(job.ops.kind, COMMUNICATIONS) & ~known]).tolist())
     to_all = (job.ops.kind == OpKind.COLLECTIVE) & (job.ops.variant == CollectiveKind.ALL_TO_ALL)
     exchanging = set(distinct(job.ops.group[to_all]).tolist())
     kinds: dict[str, str] = {}
     for number, group in enumerate(job.groups):
         name = f"{group.label} communication"
+        if number not in modelled:
+            continue
         far = cluster.place(job.group_ranks(group)).domains > 1
         kind = EXCHANGE if number in exchanging else BETWEEN if far else WITHIN
         kinds[name] = max(kind, kinds.get(name, kind), key=(WITHIN, BETWEEN, EXCHANGE).index)

@@ -14,7 +14,7 @@ that.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -413,7 +413,9 @@ class Walk:
     def flush(self, number: int, until: int) -> None:
         """Puts a thread in work items until a moment."""
         state = self.states[number]
-        segments, spent, paid = state.thread.segments, dict[int, int](), Counter[int]()
+        segments = state.thread.segments
+        spent: dict[int, int] = {}
+        paid: dict[int, int] = {}
         cost = self.costs.get(number, NO_COSTS)
         at, now = state.at, state.now
         while now < until:
@@ -427,7 +429,7 @@ class Walk:
             # What an event cost is spent in it, else behind it: as much as there is.
             state.owed += cost.between(now, stop)
             pays = min(state.owed, stop - now) if self._is_own(row) else 0
-            paid[row], state.owed = paid[row] + pays, state.owed - pays
+            paid[row], state.owed = paid.get(row, 0) + pays, state.owed - pays
             now = stop
         start, line = state.now, state.thread.name
         for row, duration in spent.items():

@@ -171,13 +171,13 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[CollectiveCa
     sized = {row: _described(trace, stacks, row, named, operators) for row in rows.tolist()}
     asked = sorted({where for _, where in sized.values() if where != NONE})
     said = dict(zip(asked, details(trace, np.array(asked, np.int64)), strict=True)) if asked else {}
-    found, recorded = [], RecordedGroups(trace)
+    found, recorded, end = [], RecordedGroups(trace), trace.end
     for row in rows.tolist():
         kind, where = sized[row]
         arguments: dict[str, Any] = said.get(where, {}).get("args") or {}
         (group, ranks), channel = _group(trace, arguments), ""
         if not ranks and (issue := issues.get(row, NONE)) != NONE:
-            group, ranks, channel = recorded.of(int(trace.start[issue]), int(trace.end[issue]))
+            group, ranks, channel = recorded.of(int(trace.start[issue]), int(end[issue]))
         nbytes, dtype = _size(arguments, kind, len(ranks))
         found.append(
             CollectiveCall(

@@ -46,6 +46,15 @@ def operations(graph: JobGraph, kind: OpKind) -> list[str]:
     return [graph.strings[graph.ops.name[row]] for row in np.flatnonzero(graph.ops.kind == kind).tolist()]
 
 
+def test_the_only_trace_may_be_of_any_rank(tmp_path: Path) -> None:
+    # Its collectives were measured: that their rank has no place in a cluster of one does not matter.
+    reduce = launched("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", 12, 20, 30, 1, stream=20)
+    events = [operator("aten::mm", 0, 40), *launched("gemm", 5, 8, 9, 2), *reduce]
+    graph = graph_of(TraceSet({1: trace(tmp_path, events, rank=1)}))
+    assert operations(graph, OpKind.COLLECTIVE)
+    assert replay(graph).step_ps == 50 * 1_000_000
+
+
 @pytest.mark.parametrize("name", SETS)
 def test_measured_steps_come_back(measured_data: Path, name: str) -> None:
     traces = read_traces(measured_data / "traces" / name, last_step=True)

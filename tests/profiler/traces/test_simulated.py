@@ -295,6 +295,7 @@ LACKS = {
     "collectives": "no collective was traced on several ranks",
     "execution-trace": "name the file",
     "hardware-counters": "no hardware counters in a simulated step",
+    "slow-kernels": "no shapes in a simulated step",
     "stragglers": "no collective of at least 1 % of a step runs on two ranks",
     "memory-bandwidth": "no copy or set whose bandwidth is known",
     "memory-bandwidth-summary": "no copy or set whose bandwidth is known",
