@@ -165,7 +165,7 @@ def estimate(
 
 def _alike(graph: Graph, rows: list[int]) -> tuple[list[tuple[int, Hashable]], Int64]:
     """Operations that differ in what their cost depends on, with that, and for each operation which it is like."""
-    numbers: dict[Signature, int] = {}
+    numbers: dict[CostKey, int] = {}
     signatures, types = _signatures(graph, rows)
     number_of = [numbers.setdefault(key, len(numbers)) for key in signatures]
     first = dict(zip(reversed(number_of), reversed(rows), strict=True))
@@ -291,10 +291,10 @@ def _query_key_value(op: Compute, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     return inputs[1:4] if "backward" in op.name else inputs[:3]
 
 
-Signature = tuple[Any, ...]
+CostKey = tuple[Any, ...]
 
 
-def _signatures(graph: Graph, rows: list[int]) -> tuple[list[Signature], list[Hashable]]:
+def _signatures(graph: Graph, rows: list[int]) -> tuple[list[CostKey], list[Hashable]]:
     """Of each operation what its cost depends on, read off the columns: equal ones are costed once.
 
     Returns:
