@@ -85,13 +85,18 @@ def headers_alone() -> Iterator[None]:
     package: Any = importlib.import_module("safetensors")
     original = package.safe_open
     with patched(importlib.import_module("safetensors.torch"), "load_file", weights):
-        package.safe_open = Opened
+        _hand_out(original, Opened)
         try:
             yield
         finally:
-            for module in list(sys.modules.values()):
-                if vars(module).get("safe_open") is Opened:
-                    module.safe_open = original  # type: ignore[attr-defined]
+            _hand_out(Opened, original)
+
+
+def _hand_out(old: Any, new: Any) -> None:
+    """Gives all modules that have one `safe_open` another."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("safe_open") is old:
+            module.safe_open = new  # type: ignore[attr-defined]
 
 
 class Opened:

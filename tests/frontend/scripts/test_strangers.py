@@ -49,8 +49,8 @@ STRANGERS = {
         folder="examples/distributed/minGPT-ddp/mingpt",
         script="main.py",
         arguments=(
-            "data_config.path=data/input.txt", "data_config.truncate=0.01", "data_config.block_size=16",
-            "trainer_config.batch_size=8", "trainer_config.max_epochs=1", "trainer_config.data_loader_workers=0",
+            "data_config.path=data/input.txt", "data_config.truncate=0.001", "data_config.block_size=16",
+            "trainer_config.batch_size=32", "trainer_config.max_epochs=1", "trainer_config.data_loader_workers=0",
             "gpt_config.n_layer=2", "gpt_config.n_embd=32", "gpt_config.n_head=2",
         ),
     ),
