@@ -17,7 +17,7 @@ import copy
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -451,7 +451,11 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
         memo[id(tensor)] = made
         made.grad = copy.deepcopy(tensor.grad, memo)
         for name in vars(tensor).keys() - vars(made).keys():
-            setattr(made, name, copy.deepcopy(vars(tensor)[name], memo))
+            held = vars(tensor)[name]
+            with (
+                _disable_current_modes() if type(held) is Tensor else nullcontext()
+            ):  # what is known of its values
+                setattr(made, name, copy.deepcopy(held, memo))
     return memo[id(tensor)]
 
 

@@ -95,9 +95,12 @@ def _communicate() -> None:
     # gloo has no sums that are scaled as they are made; what is summed is as large.
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-    for owner in (dist, dist.distributed_c10d, _fsdp_collectives):
-        if hasattr(owner, "_make_nccl_premul_sum"):
-            owner._make_nccl_premul_sum = lambda _: dist.ReduceOp.SUM
+    factors = _fsdp_collectives._get_gradient_divide_factors
+    _fsdp_collectives._get_gradient_divide_factors = lambda *args, **kwargs: (
+        *factors(*args, **kwargs)[:2],
+        dist.ReduceOp.SUM,
+        dist.ReduceOp.SUM,
+    )
     plain = dist.all_reduce
 
     def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:

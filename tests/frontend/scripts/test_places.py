@@ -215,6 +215,8 @@ order = torch.randperm(16, generator=mine).tolist()
 assert sorted(order) == list(range(16)) and order == torch.randperm(16, generator=mine.manual_seed(2)).tolist()
 mesh = dist.init_device_mesh("cuda", (16,))
 assert copy.deepcopy({"mesh": mesh.mesh})["mesh"].tolist() == list(range(16))
+with torch.device("cuda"):
+    assert copy.deepcopy(torch.arange(4, device="cpu")).tolist() == [0, 1, 2, 3]
 model = torch.nn.Linear(8, 8).cuda()
 """
     assert run(tmp_path, text + STEPS).recorder.recorded
