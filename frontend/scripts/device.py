@@ -317,6 +317,8 @@ class OnTheDevice(TorchFunctionMode):
             if isinstance(target, str | int | torch.device) and not isinstance(target, bool):
                 args, kwargs = _to_the_cpu(args, kwargs)
                 return self._moved(func, args, kwargs, is_gpu(target))
+        if isinstance(kwargs.get("device"), str | torch.device) and str(kwargs["device"]).startswith("cpu:"):
+            kwargs = kwargs | {"device": _CPU}
         if "device" in kwargs and is_gpu(kwargs["device"]):
             made = self._on_gpu(func, args, kwargs | {"device": _CPU})
             return moved(args[0], made, True) if args and made is args[0] else _marked(made)
@@ -407,7 +409,8 @@ def _to_the_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
 
 
 def _in_memory(device: Any) -> torch.device:
-    return _CPU if is_gpu(device) else torch.device(device)
+    # The host has one memory, whichever number a library that was told of GPUs gives it.
+    return _CPU if is_gpu(device) or torch.device(device).type == "cpu" else torch.device(device)
 
 
 def _fetched(tensor: Tensor, *_: Any) -> Tensor:

@@ -96,6 +96,16 @@ model = torch.nn.Linear(8, 8).cuda()
 """
 
 
+def test_the_host_has_one_memory(tmp_path: Path) -> None:
+    text = """import torch
+numbered = torch.device("cpu", 3)
+total = torch.ones(4, device="cpu:3") + torch.ones(4).to(numbered) + torch.ones(4).to(device=numbered) + torch.ones(4)
+assert total.device == torch.device("cpu")
+model = torch.nn.Linear(8, 8).to(numbered).cuda()
+"""
+    assert run(tmp_path, text + STEPS).recorder.recorded
+
+
 def test_meshes_are_of_the_gpu_and_are_flattened(tmp_path: Path) -> None:
     assert run(tmp_path, MESHES + STEPS).recorder.recorded
 
