@@ -111,7 +111,9 @@ class Opened:
         CaptureError: it is no file of safetensors.
     """
 
-    def __init__(self, filename: str | os.PathLike[str], framework: str = "pt", device: Any = "cpu") -> None:
+    def __init__(
+        self, filename: str | os.PathLike[str], framework: str = "pt", device: Any = "cpu", **_: Any
+    ) -> None:
         del framework
         with Path(filename).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -321,7 +321,8 @@ def _of(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def init(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         original(iterator, loader, *args, **kwargs)
-        iterator.has_workers = loader.has_workers
+        # A loader of another library may have a constructor of its own.
+        iterator.has_workers = getattr(loader, "has_workers", loader.num_workers > 0)
 
     return init
 
