@@ -99,7 +99,8 @@ model = torch.nn.Linear(8, 8).cuda()
 def test_the_host_has_one_memory(tmp_path: Path) -> None:
     text = """import torch
 numbered = torch.device("cpu", 3)
-total = torch.ones(4, device="cpu:3") + torch.ones(4).to(numbered) + torch.ones(4).to(device=numbered) + torch.ones(4)
+total = torch.ones(4, device="cpu:3") + torch.ones(4).to(numbered) + torch.ones(4).to(device=numbered)
+total = total + torch.ones(4)
 assert total.device == torch.device("cpu")
 model = torch.nn.Linear(8, 8).to(numbered).cuda()
 """
