@@ -70,10 +70,11 @@ STRANGERS = {
     "torchtitan debug model, FSDP": Stranger(
         folder="torchtitan",
         module="torchtitan.train",
+        step=3,  # it logs after the first and the last
         arguments=(
             "--job.config_file", "torchtitan/models/llama3/train_configs/debug_model.toml",
             "--training.mixed_precision_param", "float32", "--training.seq_len", "64",
-            "--training.local_batch_size", "1", "--training.steps", "4", "--profiling.no-enable_profiling",
+            "--training.local_batch_size", "1", "--training.steps", "6", "--profiling.no-enable_profiling",
             "--metrics.no-enable_tensorboard", "--checkpoint.no-enable",
         ),
     ),
