@@ -1,10 +1,10 @@
 """A plan made better move by move, each told with what it gained: how a tuner works, where a search is too wide.
 
 The moves are those of dPRO (Hu et al., "dPRO: A Generic Performance Diagnosis and Optimization Toolkit for
-Expediting Distributed DNN Training", MLSys 2022), as far as a plan or a pass has the word: sizes of buckets, fusion,
-recomputation by layers, gradient accumulation, precision, and the order of communication (gradients and parameters
-beside the passes or after them, neighbours of the mesh). Cutting one tensor into several messages is none: buckets
-close behind whole tensors. Each is judged by a prediction of the whole step, with its memory.
+Expediting Distributed DNN Training", MLSys 2022), as far as a plan or a pass has the word: sizes of buckets,
+fusion, recomputation by layers, gradient accumulation, precision, and the order of communication (gradients and
+parameters beside the passes or after them, neighbours of the mesh). Cutting one tensor into several messages is
+none: buckets close behind whole tensors. Each is judged by a prediction of the whole step, with its memory.
 """
 
 from __future__ import annotations
