@@ -207,10 +207,10 @@ class _Judge:
             return inf
 
 
-Path = list[tuple[Setting, str, float]]
+_Steps = list[tuple[Setting, str, float]]
 
 
-def _greedy(judge: _Judge, path: Path, seed: int) -> Path:
+def _greedy(judge: _Judge, path: _Steps, seed: int) -> _Steps:
     """Takes the best of all moves as long as one is better."""
     while True:
         setting, _, now = path[-1]
@@ -225,7 +225,7 @@ def _greedy(judge: _Judge, path: Path, seed: int) -> Path:
         path = [*path, (best, what, step_s)]
 
 
-def _annealing(judge: _Judge, path: Path, seed: int) -> Path:
+def _annealing(judge: _Judge, path: _Steps, seed: int) -> _Steps:
     """Takes moves at random, worse ones the less the longer it goes on (Kirkpatrick et al., Science 1983)."""
     chance, warm, best = random.Random(seed), _WARM, path
     for _ in range(judge.most * 4):  # of which many are known already
@@ -241,7 +241,7 @@ def _annealing(judge: _Judge, path: Path, seed: int) -> Path:
     return best
 
 
-METHODS: dict[str, Callable[[_Judge, Path, int], Path]] = {"greedy": _greedy, "annealing": _annealing}
+METHODS: dict[str, Callable[[_Judge, _Steps, int], _Steps]] = {"greedy": _greedy, "annealing": _annealing}
 
 
 def improve(
