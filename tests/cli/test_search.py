@@ -83,3 +83,13 @@ def test_clusters_are_compared(cli: Any, graph: Path) -> None:
         "echosim", "plan", graph, *asked, "--compare-clusters", "dgx-h100,dgx-a100", "--cluster", "dgx-b200"
     )
     assert wrong.status == 2 and "--compare-clusters" in wrong.err
+
+
+def test_moves_tell_what_each_gained(cli: Any, graph: Path) -> None:
+    asked = ("--gpus", 4, "--global-batch", 16, "--recompute", "full", "--moves", "greedy")
+    record = cli("echosim", "plan", graph, *asked, "--json").json()
+    assert record["moves"] and record["step_time_s"] < record["first_step_time_s"]
+    again = cli("echosim", "run", graph, "--passes", record["passes"], "--json").json()
+    assert again["step_time_s"] == record["step_time_s"]
+    wrong = cli("echosim", "plan", graph, *asked, "--top", 3)
+    assert wrong.status == 2 and "--moves" in wrong.err

@@ -10,7 +10,7 @@ from echograph.errors import UnknownNameError, UsageError
 from echograph.ir.graph import StepGraph
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
-from echograph.workflow.search.moves import Setting, improve, moves
+from echograph.workflow.search.moves import TunedPlan, improve, moves
 from echograph.workflow.system import System
 
 PLAN = Plan(gpus=4, global_batch=16, micro_batch=2, recompute="full", overlap_grad_reduce=False)
@@ -31,7 +31,7 @@ def test_the_moves_lead_from_the_plan_to_the_best(dense: StepGraph, method: str)
 
 
 def test_each_kind_of_move_is_there(dense: StepGraph) -> None:
-    said = {what for what, _ in moves(Setting(Plan(zero=1, gpus=8, global_batch=16)), dense)}
+    said = {what for what, _ in moves(TunedPlan(Plan(zero=1, gpus=8, global_batch=16)), dense)}
     for words in (
         "--micro-batch 1", "--recompute 2", "--precision fp8", "--overlap-grad-reduce false",
         "--overlap-param-gather true", "--mesh-order tp-cp-ep-pp-dp", "buckets of 50 MiB", "fusion",

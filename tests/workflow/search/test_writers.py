@@ -63,6 +63,16 @@ def test_megatron_says_all_of_it() -> None:
     assert _arguments(Plan(gpus=64, precision="mxfp8"))["--fp8-recipe"] == "mxfp8"
 
 
+def test_megatron_is_told_what_the_stack_does_by_itself() -> None:
+    found = _arguments(Plan(gpus=64, tp=8, zero=1, global_batch=64, stack="nemo"))
+    for flag in ("--overlap-grad-reduce", "--overlap-param-gather", "--tp-comm-overlap", "--grad-reduce-in-bf16"):
+        assert flag in found
+    assert "--expert-tensor-parallel-size" not in found and "--moe-token-dispatcher-type" not in found
+    plain = _arguments(Plan(gpus=64, tp=8, zero=1, global_batch=64, stack="megatron-core"))
+    assert "--overlap-grad-reduce" not in plain and "--tp-comm-overlap" not in plain
+    assert "--accumulate-allreduce-grads-in-fp32" in plain
+
+
 def test_deepspeed_multiplies_to_the_batch() -> None:
     config = json.loads(text("deepspeed", Plan(gpus=64, zero=2, micro_batch=2, global_batch=512)))
     batch, micro, often = (

@@ -1,10 +1,10 @@
 """A plan made better move by move, each told with what it gained: how a tuner works, where a search is too wide.
 
 The moves are those of dPRO (Hu et al., "dPRO: A Generic Performance Diagnosis and Optimization Toolkit for
-Expediting Distributed DNN Training", MLSys 2022), as far as a plan or a pass has the word: sizes of buckets, fusion,
-recomputation by layers, gradient accumulation, precision, and the order of communication (gradients and parameters
-beside the passes or after them, neighbours of the mesh). Cutting one tensor into several messages is none: buckets
-close behind whole tensors. Each is judged by a prediction of the whole step, with its memory.
+Expediting Distributed DNN Training", MLSys 2022), as far as a plan or a pass has the word: sizes of buckets,
+fusion, recomputation by layers, gradient accumulation, precision, and the order of communication (gradients and
+parameters beside the passes or after them, neighbours of the mesh). Cutting one tensor into several messages is
+none: buckets close behind whole tensors. Each is judged by a prediction of the whole step, with its memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COOLING, _WARM = 0.9, 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class TunedPlan:
     """A plan, and what of its passes no plan has a word for.
 
     Attributes:
@@ -74,7 +74,7 @@ def makes_job(one: Pass) -> bool:
     return one.name in ("pipeline", "data_parallel", "fully_shard")
 
 
-def moves(at: Setting, graph: StepGraph) -> Iterator[tuple[str, Setting]]:
+def moves(at: TunedPlan, graph: StepGraph) -> Iterator[tuple[str, TunedPlan]]:
     """What may be changed of a setting, one thing at a time: in words, and the setting with it."""
     plan = at.plan
     for name, values in _words(plan, graph).items():
@@ -90,7 +90,7 @@ def moves(at: Setting, graph: StepGraph) -> Iterator[tuple[str, Setting]]:
         yield ("no fusion" if at.fuse else "fusion"), replace(at, fuse=not at.fuse)
 
 
-def _changed(at: Setting, name: str, value: Any) -> Setting:
+def _changed(at: TunedPlan, name: str, value: Any) -> TunedPlan:
     # A plan that cannot be is found out where it is predicted.
     try:
         return replace(at, plan=replace(at.plan, **{name: value}))
@@ -146,7 +146,7 @@ class Improved:
         predicted: settings that were predicted.
     """
 
-    setting: Setting
+    setting: TunedPlan
     passes: str
     first_s: float
     step_s: float
@@ -187,10 +187,10 @@ class _Judge:
     def spent(self) -> bool:
         return len(self.known) >= self.most
 
-    def text(self, setting: Setting) -> str:
+    def text(self, setting: TunedPlan) -> str:
         return " ".join(map(pass_text, setting.passes(self.graph, self.system)))
 
-    def step_s(self, setting: Setting) -> float:
+    def step_s(self, setting: TunedPlan) -> float:
         """Seconds of the step; infinite where there is no such plan, or it does not fit."""
         try:
             listed = setting.passes(self.graph, self.system)
@@ -207,10 +207,10 @@ class _Judge:
             return inf
 
 
-Path = list[tuple[Setting, str, float]]
+_Steps = list[tuple[TunedPlan, str, float]]
 
 
-def _greedy(judge: _Judge, path: Path, seed: int) -> Path:
+def _greedy(judge: _Judge, path: _Steps, seed: int) -> _Steps:
     """Takes the best of all moves as long as one is better."""
     while True:
         setting, _, now = path[-1]
@@ -225,7 +225,7 @@ def _greedy(judge: _Judge, path: Path, seed: int) -> Path:
         path = [*path, (best, what, step_s)]
 
 
-def _annealing(judge: _Judge, path: Path, seed: int) -> Path:
+def _annealing(judge: _Judge, path: _Steps, seed: int) -> _Steps:
     """Takes moves at random, worse ones the less the longer it goes on (Kirkpatrick et al., Science 1983)."""
     chance, warm, best = random.Random(seed), _WARM, path
     for _ in range(judge.most * 4):  # of which many are known already
@@ -241,7 +241,7 @@ def _annealing(judge: _Judge, path: Path, seed: int) -> Path:
     return best
 
 
-METHODS: dict[str, Callable[[_Judge, Path, int], Path]] = {"greedy": _greedy, "annealing": _annealing}
+METHODS: dict[str, Callable[[_Judge, _Steps, int], _Steps]] = {"greedy": _greedy, "annealing": _annealing}
 
 
 def improve(
@@ -279,7 +279,7 @@ def improve(
     if plan.passes or plan.global_batch is None:
         raise UsageError("--moves: begin with a plan and its --global-batch, not with --passes")
     system = system or System(plan.cluster)
-    judge, first = _Judge(graph, system, scenario, most, say), Setting(plan)
+    judge, first = _Judge(graph, system, scenario, most, say), TunedPlan(plan)
     first.passes(graph, system)  # says what is wrong with it
     begun = judge.step_s(first)
     if begun == inf:

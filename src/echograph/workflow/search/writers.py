@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from echograph.errors import UnknownNameError, UsageError
+from echograph.models.stacks import load_stack
 from echograph.options import option_name
-from echograph.workflow.plan import Plan, schedule_of
+from echograph.workflow.plan import Plan, schedule_of, with_stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,17 @@ _RECIPES = {"fp8": "tensorwise", "fp8-blockwise": "blockwise", "mxfp8": "mxfp8"}
 
 
 def _megatron(of: _Asked) -> str:
-    """Arguments of Megatron-LM's training scripts (megatron/training/arguments.py)."""
+    """Arguments of Megatron-LM's training scripts (megatron/training/arguments.py).
+
+    What the plan's stack does and Megatron-LM does not unless it is told is said, too.
+    """
+    early = of.plan.recompute_early_stop
+    if of.plan.tp_comm_overlap == "bulk":
+        of.note("bulk overlap of tensor-parallel communication is what it does without --tp-comm-overlap")
+    of.plan = with_stack(of.plan, load_stack(of.plan.stack)) if of.plan.stack else of.plan
+    of.plan = replace(of.plan, recompute_early_stop=early)
+    if of.plan.ep == 1:
+        of.plan = replace(of.plan, moe_dispatcher="", etp=None)
     sizes, plan = of.sizes, of.plan
     said: list[str] = [
         f"--tensor-model-parallel-size {of.get('tp')}",
@@ -131,8 +142,8 @@ def _megatron(of: _Asked) -> str:
         *["--overlap-grad-reduce"] * bool(of.get("overlap_grad_reduce")),
         *["--overlap-param-gather"] * bool(of.get("overlap_param_gather")),
         *["--overlap-moe-expert-parallel-comm"] * of.get("overlap_moe_expert_parallel_comm"),
-        *of.one_of("tp_comm_overlap", {"": [], "none": [], "chunks": ["--tp-comm-overlap"]}),
-        *of.one_of("grad_dtype", {"": [], "fp32": ["--accumulate-allreduce-grads-in-fp32"]}),
+        *of.one_of("tp_comm_overlap", {"": [], "none": [], "bulk": [], "chunks": ["--tp-comm-overlap"]}),
+        *of.one_of("grad_dtype", _GRADIENTS),
         *of.one_of("mesh_order", {Plan().mesh_order: [], "tp-cp-ep-pp-dp": ["--use-tp-pp-dp-mapping"]}),
         *of.one_of("moe_dispatcher", _DISPATCHERS),
     ]
@@ -151,6 +162,11 @@ def _megatron(of: _Asked) -> str:
     return " \\\n".join(said) + "\n"
 
 
+_GRADIENTS = {
+    "": [],
+    "fp32": ["--accumulate-allreduce-grads-in-fp32"],
+    "bf16": ["--grad-reduce-in-bf16"],
+}
 _GRANULAR = "--recompute-granularity "
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend "
