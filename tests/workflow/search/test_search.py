@@ -13,6 +13,7 @@ from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.search import search
+from echograph.workflow.search.branch import ONE_SAMPLE
 from echograph.workflow.search.objective import OBJECTIVES, objective
 from echograph.workflow.search.space import parse_axis, space, words
 from echograph.workflow.system import System
@@ -198,3 +199,17 @@ def test_every_objective_has_a_bound_below_its_value(dense: StepGraph) -> None:
     for name in OBJECTIVES:
         aim = objective(name, system, FAILURES)
         assert aim.least(result.step_s, result.gpus) <= aim.value(result) * (1 + 1e-12)
+
+
+def test_a_capture_of_one_sample_is_said_to_leave_out_micro_batches(
+    dense: StepGraph, caplog: pytest.LogCaptureFixture
+) -> None:
+    over = {name: values for name, values in SMALL.items() if name != "micro_batch"}
+    over |= {"tp": (1,), "pp": (1,), "zero": (0,), "recompute": ("none",)}
+    one = replace(dense, workload=replace(dense.workload, batch_size=1))
+    found = search(one, BASE, over=over, front=False)
+    assert {candidate.record["micro_batch"] for candidate in found.best} == {1}
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [ONE_SAMPLE]
+    caplog.clear()
+    search(dense, BASE, over=over | {"micro_batch": (1,)}, front=False)
+    assert not caplog.records

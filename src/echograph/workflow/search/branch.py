@@ -20,6 +20,7 @@ from typing import Any
 from echograph.errors import EchoError, PlanError, UsageError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.tables import text_table
+from echograph.notes import tell
 from echograph.options import option_name
 from echograph.progress import Progress, silent
 from echograph.simulator.result import Result
@@ -38,6 +39,10 @@ from echograph.workflow.workers import HERE, WorkerOptions, Workers, workers
 _PLAIN = Scenario()
 _NONE: Mapping[str, tuple[Any, ...]] = {}
 TOP = 10
+ONE_SAMPLE = (
+    "micro-batches of one sample alone are searched: the graph was captured with one, which does not show what "
+    "grows with samples; compile it with --batch-size 2 to have others"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -522,6 +527,8 @@ def search(
         system = system.with_memory(max_memory_bytes)
     aim = objective_named(objective, system, scenario, most_step_s)
     among = space(graph, system.cluster, plan, {name: tuple(values) for name, values in over.items()})
+    if among.facts.batch == 1 and "micro_batch" not in among.asked:
+        tell([ONE_SAMPLE])
     state = _Search(among, Bounds(graph, system, scenario), aim, system.cluster.memory_bytes, top, say)
     make, begun = Question(graph, system, scenario, objective, most_step_s), 0
     state.begin()
