@@ -179,10 +179,10 @@ def intervals_table(found: FormCalibration) -> str:
     ]
     head = (
         *("family left out", "steps", *(f"held by {n} %" for n in LEVELS), "half-width of 90 %"),
-        *("held by 90 % as shipped", "half-width"),
+        *("held by 90 % from all families", "half-width"),
     )
     widths = table(
-        ("interval as shipped", "shorter by", "longer by"),
+        ("interval from all families", "shorter by", "longer by"),
         [
             (f"{level} %", percent(1 - math.exp(-shorter)), percent(math.exp(longer) - 1))
             for level, (shorter, longer) in found.form.widths.items()

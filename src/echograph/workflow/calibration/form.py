@@ -276,7 +276,7 @@ class FormCalibration:
         ]
         head = (
             *("family left out", "steps", *(f"held by {n} %" for n in LEVELS), f"half-width of {LEVELS[-1]} %"),
-            *(f"held by {LEVELS[-1]} % as shipped", "half-width"),
+            *(f"held by {LEVELS[-1]} % from all families", "half-width"),
         )
         widths = ", ".join(f"{level} % -{a:.3f} +{b:.3f}" for level, (a, b) in self.form.widths.items())
         return f"{text_table(head, rows)}\nwidths, as logarithms: {widths}"
