@@ -28,7 +28,7 @@ import numpy as np
 from echograph.models.stacks import load_stack
 from echograph.profiler.costs import estimate, power
 from echograph.profiler.costs.device import PowerModel
-from echograph.workflow.validation import run, setup, trainers
+from echograph.workflow.validation import run, trainers
 from echograph.workflow.validation.table import MeasuredStep, read
 
 NEMO, MEGATRON_2021 = ("dgxc", "mlperf"), ("sc21t1", "kor22", "mlm2009", "vtrainM", "vtrainS", "bloom")
@@ -236,7 +236,7 @@ CHOICES = (
     Choice(
         name="torchtitan's H100 are of 500 W with HBM2e; without: those of the data sheet",
         families=("titan",),
-        without=lambda: setting(setup, CLUSTERS=setup.CLUSTERS | {"H100-96GB-HBM2e-500W": "dgx-h100"}),
+        without=rules(lambda rule: getattr(rule, "cluster", "") == "grand-teton-h100"),
         source="torchtitan's reports",
         independent=True,
     ),

@@ -13,7 +13,7 @@ import pytest
 from echograph.models.stacks import load_stack, stack_names
 from echograph.profiler.costs import estimate, power
 from echograph.profiler.costs.device import PowerModel
-from echograph.workflow.validation import run, setup, trainers
+from echograph.workflow.validation import run, trainers
 from echograph.workflow.validation.table import MeasuredStep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ def state() -> tuple[Any, ...]:
     return (
         [repr(load_stack(name)) for name in stack_names()],
         msgspec.to_builtins(table),
-        (power.slowest_of, estimate.sustained_clock, dict(estimate.SPLIT_ACCUMULATION), dict(setup.CLUSTERS)),
+        (power.slowest_of, estimate.sustained_clock, dict(estimate.SPLIT_ACCUMULATION)),
         PowerModel.joules_of,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from echograph.workflow.validation.model import public_model
+from echograph.workflow.validation.model import public_model, with_known_sizes
 from echograph.workflow.validation.run import GIB, measured_memory, predict_rows
 from echograph.workflow.validation.score import Outcome, by_family
 from echograph.workflow.validation.setup import Setup, setup
@@ -119,15 +119,64 @@ def made(**change: object) -> Setup:
     ("trainer", "stack"),
     [
         ("megatron-lm 2022", "megatron-2021"), ("megatron-lm 2024", "megatron-core"), ("nemo 25.02", "nemo"),
-        ("torchtitan", "torchtitan"), ("nemofish", ""), ("", ""),
+        ("torchtitan", "torchtitan"),
     ],
 )  # fmt: skip
-def test_the_trainer_names_the_stack_and_an_unknown_one_is_counted(trainer: str, stack: str) -> None:
+def test_the_trainer_names_the_stack(trainer: str, stack: str) -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     for name in ("toy-001", "titan-001"):
         found = made(trainer=trainer, id=name)
         assert found.plan.stack == stack
-        assert any("trainer" in line for line in found.assumed) == (not stack)
+        assert not any("trainer" in line for line in found.assumed)
+
+
+@pytest.mark.parametrize(
+    ("plan", "stack"),
+    [
+        ({"attention": "unfused"}, "megatron-2021"), ({"pp": 2, "dp": 2}, "megatron-core"), ({}, "megatron-core"),
+        ({"pp": 2, "dp": 2, "zero_stage": "fsdp3"}, "megatron-core"), ({"zero_stage": "fsdp3"}, "fsdp"),
+        ({"tp": 1, "dp": 8, "zero_stage": "3"}, "deepspeed"), ({"tp": 1, "dp": 8, "zero_stage": "1"}, "deepspeed"),
+        ({"tp": 1, "dp": 8}, "eager"),
+    ],
+)  # fmt: skip
+def test_the_plan_hints_at_the_stack_of_an_unknown_trainer(plan: dict[str, Any], stack: str) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    change = {"attention": "flash", "zero_stage": "0"} | plan
+    for trainer in ("nemofish", ""):
+        found = made(trainer=trainer, **change)
+        assert found.plan.stack == stack
+        assert f"trainer '{trainer}': stack {stack}" in found.assumed
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cluster"),
+    [
+        ("H100", "dgx-h100"), ("DGX-H100", "dgx-h100"), ("NVIDIA H100 80GB HBM3", "dgx-h100"),
+        ("H200 SXM", "dgx-h200"),
+        ("A100-80GB-SXM4", "dgx-a100"), ("A100-SXM4-40GB", "azure-nd-a100-v4"), ("DGX-GB300", "gb300-nvl72"),
+        ("DGX-B200", "dgx-b200"), ("H100-96GB-HBM2e-500W", "grand-teton-h100"),
+    ],
+)  # fmt: skip
+def test_spellings_of_gpus(gpu: str, cluster: str) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    found = made(gpu_type=gpu)
+    assert found.plan.cluster == cluster
+    assert any("clocks" in line for line in found.assumed) == ("500W" in gpu)
+
+
+@pytest.mark.parametrize("gpu", ["H100 PCIe", "A100-PCIE-40GB", "H100 NVL", "abacus", "XB200"])
+def test_a_gpu_without_a_preset_is_skipped(gpu: str) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    with pytest.raises(Skip, match="has no cluster preset"):
+        made(gpu_type=gpu)
+
+
+def test_stage_2_in_a_pipeline_reduces_gradients_once() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    pipeline = {"tp": 1, "pp": 2, "n_gpus": 8, "dp": 4}
+    assert made(zero_stage="2", **pipeline).plan.zero == 1
+    assert "gradients reduced once a step" in made(zero_stage="2", **pipeline).assumed
+    assert made(zero_stage="2", tp=1, dp=8, n_gpus=8).plan.zero == 2
 
 
 def test_what_single_runs_did_is_read_off_their_columns() -> None:
@@ -219,8 +268,30 @@ def test_a_rate_or_a_utilisation_stands_for_a_step_time() -> None:
     row = MeasuredStep({k: str(v) for k, v in (ROW | said | shape).items()})
     each = 6e9 + 12 * 10 * 1000 * 2048
     assert row.measured_s == pytest.approx(64 * 2048 * each / (0.5 * 312e12 * 8))
-    with pytest.raises(Skip, match="no step time"):
-        MeasuredStep({k: str(v) for k, v in (ROW | said).items()}).measured_s  # noqa: B018
+    rate = {"tflops_per_gpu": 156, "params_B": 1, "layers": 10, "hidden": 1000, "recompute": "none"}
+    assert MeasuredStep({k: str(v) for k, v in (ROW | said | rate).items()}).measured_s == row.measured_s
+    for change, why in (
+        ({}, "no step time"), (rate | {"recompute": "full"}, "computed again"), (rate | {"ep": 8}, "experts"),
+    ):  # fmt: skip
+        with pytest.raises(Skip, match=why):
+            MeasuredStep({k: str(v) for k, v in (ROW | said | change).items()}).measured_s  # noqa: B018
+
+
+def test_a_public_name_stands_for_the_sizes_that_a_row_leaves_out() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    row = MeasuredStep({"model": "LLaMA-65B", "layers": "40", "heads": ""})
+    assert (with_known_sizes(row).number("layers"), with_known_sizes(row).number("heads")) == (40, 64)
+    assert with_known_sizes(row).real("params_B") == pytest.approx(65.3, abs=0.1)
+    for name in ("Mixtral-8x7B", "abacus"):
+        assert with_known_sizes(MeasuredStep({"model": name})).columns == {"model": name}
+
+
+@pytest.mark.parametrize(("width", "gated"), [(4096, False), (3584, True), ("", False)])
+def test_a_gate_is_told_by_the_width_where_no_parameters_are_stated(width: object, gated: bool) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    found = made(model="abacus", hidden=1024, heads=8, kv_heads=8, ffn_hidden=width, params_B="")
+    assert (found.model.entry.architecture == "LlamaForCausalLM") == gated
+    assert f"a feed-forward network with{'' if gated else 'out'} a gate" in found.assumed
 
 
 @pytest.mark.parametrize(

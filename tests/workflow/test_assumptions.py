@@ -19,7 +19,7 @@ def test_every_kind_says_where_its_width_comes_from() -> None:
         ("no recomputation", "no recomputation"),
         ("micro-batches of 8", "micro-batches of"),
         ("zero 1 over all replicas", "zero ."),
-        ("trainer 'abacus': kernels as PyTorch has them", "trainer"),
+        ("trainer 'abacus': stack eager", "trainer"),
         ("vpp 1", "(tp|pp"),
         ("something new", ""),
     ],

@@ -87,6 +87,16 @@ def model_of(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> RowMode
     return RowModel(entry=_of_sizes(row, known, trainer, assumed), attention=attention)
 
 
+def with_known_sizes(row: MeasuredStep) -> MeasuredStep:
+    """The row with the sizes that it leaves out of the public model that it names; as it is where it names none."""
+    known = public_model(row.text("model"))
+    if known is None or known.architecture not in _BY_SIZES or known.parameters is None:
+        return row
+    sizes = {column: _value(known, column) for column in _SIZES} | {"params_B": known.parameters / 1e9}
+    stated = {column: text for column, text in row.columns.items() if text}
+    return MeasuredStep({column: str(size) for column, size in sizes.items() if size} | stated)
+
+
 def public_model(name: str) -> ModelEntry | None:
     """The model of the zoo that a free spelling names, as "Qwen3_30B (tokendrop)"; None where none is such."""
     said = _plain(_METHODS.sub(" ", name.lower()))
@@ -110,11 +120,9 @@ def _as_published(known: ModelEntry, row: MeasuredStep) -> ModelEntry:
 
 
 def _of_sizes(row: MeasuredStep, known: ModelEntry | None, trainer: Trainer, assumed: list[str]) -> ModelEntry:
-    defaults = {} if known is None else {c: _value(known, c) for c in _SIZES}
-    layers, hidden, heads = (row.number(c, defaults.get(c)) for c in ("layers", "hidden", "heads"))
-    kv_heads = row.number("kv_heads", defaults.get("kv_heads") or heads)
-    ffn = row.number("ffn_hidden", defaults.get("ffn_hidden") or 4 * hidden)
-    vocabulary, length = row.number("vocab", defaults.get("vocab")), row.number("seq_len")
+    layers, hidden, heads = (row.number(column) for column in ("layers", "hidden", "heads"))
+    kv_heads, ffn = row.number("kv_heads", heads), row.number("ffn_hidden", 4 * hidden)
+    vocabulary, length = row.number("vocab"), row.number("seq_len")
     gated = _is_gated(
         row, known, layers * hidden * ffn, _rest(hidden, heads, kv_heads, layers, vocabulary), assumed
     )
@@ -139,7 +147,9 @@ def _rest(hidden: int, heads: int, kv_heads: int, layers: int, vocabulary: int) 
 
 
 def _is_gated(row: MeasuredStep, known: ModelEntry | None, matrix: int, rest: int, assumed: list[str]) -> bool:
-    """Whether the feed-forward network has three matrices: a known model's, or what the parameters stated count.
+    """Whether the feed-forward network has three matrices.
+
+    A known model's; else what the parameters stated count; else a plain one is four times as wide as the model.
 
     Args:
         row: states parameters, in billions.
@@ -153,7 +163,8 @@ def _is_gated(row: MeasuredStep, known: ModelEntry | None, matrix: int, rest: in
     try:
         stated = float(row.text("params_B")) * 1e9
     except ValueError:
-        assumed.append("a feed-forward network without a gate")
-        return False
+        gate = row.text("ffn_hidden") not in ("", str(4 * row.number("hidden")))
+        assumed.append(f"a feed-forward network with{'' if gate else 'out'} a gate")
+        return gate
     plain, gated = (abs(rest + matrices * matrix - stated) for matrices in (2, 3))
     return gated < min(plain, AGREES * stated)

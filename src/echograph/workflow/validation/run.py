@@ -30,6 +30,7 @@ from echograph.workflow.predict import simulate
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
 from echograph.workflow.validation.assumptions import unsaid_spread
+from echograph.workflow.validation.model import with_known_sizes
 from echograph.workflow.validation.score import Outcome
 from echograph.workflow.validation.setup import Setup, setup
 from echograph.workflow.validation.table import MeasuredStep, Skip
@@ -54,7 +55,7 @@ def predict_rows(rows: Sequence[MeasuredStep], jobs: int = 1, say: Progress = si
     """
     groups: dict[object, list[tuple[MeasuredStep, Setup]]] = defaultdict(list)
     done: dict[str, Outcome] = {}
-    for row in rows:
+    for row in map(with_known_sizes, rows):
         try:
             row.measured_s  # noqa: B018 - a row without is skipped before anything is compiled
             made = setup(row)

@@ -14,25 +14,6 @@ from echograph.workflow.validation.trainers import Trainer, machine_of, trainer_
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import StepSpec
 
-CLUSTERS = {
-    "V100-SXM3-32GB": "dgx-2",
-    "A100-SXM-80GB": "dgx-a100",
-    "A100-SXM-40GB": "azure-nd-a100-v4",
-    "A100-SXM": "dgx-a100",
-    "H100-96GB-HBM2e-500W": "grand-teton-h100",
-    "H100-SXM-80GB": "dgx-h100",
-    "H100-SXM-80GB (p5)": "aws-p5",
-    "H200-SXM-141GB": "dgx-h200",
-    "B200": "dgx-b200",
-    "B300": "dgx-b300",
-    "GB200-NVL72": "gb200-nvl72",
-    "GB300-NVL72": "gb300-nvl72",
-}
-"""The preset whose nodes are those of the row; a GPU that no preset has is skipped."""
-
-UNMEASURED = {"H100-96GB-HBM2e-500W": "clocks as the power model has them at 500 W"}
-"""What nobody measured of a preset, by GPU."""
-
 RECOMPUTE = {"": "none", "none": "none", "full": "full", "selective": "selective", "selective(op)": "selective-op"}
 ZERO = re.compile(r"(?:(?P<hsdp>hsdp)|fsdp|zero-?)?(?P<stage>[0-3])(?P<more>[^0-9].*)?")
 """Spellings of a stage: 1, "fsdp3", "hsdp3", "1 (8-GPU groups)", "fsdp2(SHARD_GRAD_OP)"."""
@@ -98,8 +79,8 @@ def setup(row: MeasuredStep) -> Setup:
     assumed: list[str] = []
     dtype, precision = _known(PRECISION, row, "precision")
     trainer = trainer_of(row)
-    if not trainer.stack:
-        assumed.append(f"trainer '{row.text('trainer')}': kernels as PyTorch has them")
+    if trainer.guessed:
+        assumed.append(f"trainer '{row.text('trainer')}': stack {trainer.stack}")
     model = model_of(row, trainer, assumed)
     return Setup(
         model=model,
@@ -126,13 +107,9 @@ def _bare(text: str) -> str:
 
 
 def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assumed: list[str]) -> Plan:
-    gpu = row.text("gpu_type")
-    cluster = CLUSTERS.get(gpu) or CLUSTERS.get(_bare(gpu))
-    if cluster is None:
-        raise Skip(f"gpu_type '{gpu}' has no cluster preset")
-    cluster = machine_of(row, cluster)
-    if gpu in UNMEASURED:
-        assumed.append(UNMEASURED[gpu])
+    machine = machine_of(row)
+    if machine.assumed:
+        assumed.append(machine.assumed)
     sizes = {name: row.number(name, 1) for name in ("tp", "pp", "vpp", "cp", "ep")}
     assumed += [f"{name} 1" for name in sizes if not row.text(name)]
     gpus, model = row.number("n_gpus"), sizes["tp"] * sizes["pp"] * sizes["cp"]
@@ -141,10 +118,10 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
     if row.text("recompute") == "see recipe":
         assumed.append("no recomputation")
     recompute = "none" if row.text("recompute") == "see recipe" else _known(RECOMPUTE, row, "recompute")
-    zero = _zero(row, gpus // model, assumed)
+    zero = _zero(row, gpus // model, sizes["pp"], assumed)
     return Plan(
         gpus=gpus,
-        cluster=cluster,
+        cluster=machine.cluster,
         tp=sizes["tp"],
         pp=sizes["pp"],
         vpp=sizes["vpp"],
@@ -173,8 +150,13 @@ def _adapters(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> dict[s
     return {"lora_rank": trainer.lora_rank, "lora_targets": trainer.lora_targets}
 
 
-def _zero(row: MeasuredStep, replicas: int, assumed: list[str]) -> dict[str, Any]:
-    """What is sharded, and among whom."""
+def _zero(row: MeasuredStep, replicas: int, stages: int, assumed: list[str]) -> dict[str, Any]:
+    """What is sharded, and among whom.
+
+    Stage 2 as DeepSpeed has it reduces the gradients of every micro-batch, which no trainer does in a pipeline:
+    DeepSpeed refuses the two together, and others (Megatron's distributed optimizer, FSDP's SHARD_GRAD_OP) keep
+    whole gradients until the last micro-batch.
+    """
     said = ZERO.fullmatch(row.text("zero_stage") or "0")
     if said is None:
         raise Skip(f"zero_stage '{row.text('zero_stage')}' is not modelled")
@@ -186,6 +168,9 @@ def _zero(row: MeasuredStep, replicas: int, assumed: list[str]) -> dict[str, Any
         assumed.append(f"zero {stage} over all replicas")
     if "SHARD_GRAD_OP" in more:
         return {"zero": 3, "reshard_after_forward": False}
+    if stage == 2 and stages > 1 and replicas > 1:
+        assumed.append("gradients reduced once a step")
+        return {"zero": 1}
     if said["hsdp"] and stage == 3 and replicas > NODE:
         assumed.append("sharded within nodes")
         return {"zero": 3, "hsdp_replicas": replicas // NODE}

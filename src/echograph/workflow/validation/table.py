@@ -12,8 +12,11 @@ from echograph.errors import DataError, InputError
 MAX_ROWS = 100_000
 REQUIRED = ("id", "model", "gpu_type", "n_gpus", "step_time_s")
 
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "GB200": 2500e12, "V100": 125e12}
-"""FLOP/s in 16 bit that sources divide by (NVIDIA's data sheets, dense), by what a GPU's name begins with."""
+PEAKS = {
+    "A100": 312e12, "A800": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12,
+    "B300": 2250e12, "GB200": 2500e12, "GB300": 2500e12, "V100": 125e12, "MI300X": 1307e12,
+}  # fmt: skip
+"""FLOP/s in 16 bit that sources divide by (the makers' data sheets, dense), by what a GPU's name begins with."""
 
 
 class Skip(Exception):
@@ -79,23 +82,40 @@ class MeasuredStep:
         rate = self.real("tokens_per_s_per_gpu")
         if seconds is None and rate is not None:
             seconds = self.number("global_batch") * self.number("seq_len") / (rate * self.number("n_gpus"))
-        if seconds is None and self.text("mfu"):
+        if seconds is None:
             seconds = self._of_utilisation()
         if seconds is None:
-            raise Skip("it has no step time, nor tokens a second")
+            raise Skip("it has no step time, nor tokens a second, nor the model FLOP/s of a model of known size")
         if not 0 < seconds < 1e9:
             raise Skip(f"a step time of {seconds} s")
         return seconds
 
     def _of_utilisation(self) -> float | None:
-        """Seconds by model FLOPs: 6 N + 12 layers hidden sequence a token (Chowdhery et al. 2022, appendix B)."""
-        share, billions = self.real("mfu"), self.real("params_B")
-        peak = next((peak for gpu, peak in PEAKS.items() if self.text("gpu_type").startswith(gpu)), None)
-        if share is None or billions is None or peak is None:
+        """Seconds by model FLOPs: 6 N + 12 layers hidden sequence a token (Chowdhery et al. 2022, appendix B).
+
+        Raises:
+            Skip: the rate may count more or less than these.
+        """
+        billions, rate = self.real("params_B"), self._model_flop_s()
+        if billions is None or rate is None:
             return None
+        if self.number("ep", 1) > 1:
+            raise Skip(
+                "a rate of FLOPs is all it has, and its experts' share of them is not in the table's columns"
+            )
         tokens = self.number("global_batch") * self.number("seq_len")
         each = 6e9 * billions + 12 * self.number("layers") * self.number("hidden") * self.number("seq_len")
-        return tokens * each / (share * peak * self.number("n_gpus"))
+        return tokens * each / (rate * self.number("n_gpus"))
+
+    def _model_flop_s(self) -> float | None:
+        """FLOP/s of a GPU without what is computed again; None where the row has none."""
+        share, measured = self.real("mfu"), self.real("tflops_per_gpu")
+        if share is not None:
+            peak = next((peak for gpu, peak in PEAKS.items() if self.text("gpu_type").startswith(gpu)), None)
+            return None if peak is None else share * peak
+        if measured is not None and self.text("recompute") not in ("", "none"):
+            raise Skip("TFLOP/s are all it has, and do not say whether they count what is computed again")
+        return None if measured is None else measured * 1e12
 
 
 def read(path: Path, families: Sequence[str] = (), grades: Sequence[str] = ()) -> list[MeasuredStep]:

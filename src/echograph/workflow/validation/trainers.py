@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from echograph.errors import DataError
-from echograph.workflow.validation.table import MeasuredStep
+from echograph.workflow.validation.table import MeasuredStep, Skip
 
 MicroBatchDefault = int | Literal["stages", "chunks"]
 """Samples; or as many micro-batches as a pipeline has ranks in a row ("stages"), or chunks of layers."""
@@ -54,10 +54,22 @@ class _When(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
     micro_batch: MicroBatchDefault | None = None
 
 
-class _Machine(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cluster on which some rows ran, where their GPU's usual preset is another."""
+class Machine(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The machine on which some rows ran.
+
+    Attributes:
+        cluster: its preset; "": it has none.
+        assumed: what nobody measured of the preset; "": nothing.
+    """
 
     cluster: str
+    assumed: str = ""
+
+
+class _Guess(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a trainer ran that nobody here knows."""
+
+    stack: str
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,6 +106,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         when: what some rows ran otherwise.
         launch_blocking: whether every launch waited for its kernel.
         memory: what its memory figure is.
+        guessed: whether the stack is a guess by the plan, as the trainer is not known.
     """
 
     name: str = ""
@@ -108,18 +121,22 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     when: tuple[_When, ...] = ()
     launch_blocking: bool = False
     memory: MemoryReport = MemoryReport()
+    guessed: bool = False
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trainers: tuple[Trainer, ...]
-    machines: tuple[_Machine, ...]
+    guesses: tuple[_Guess, ...]
+    machines: tuple[Machine, ...]
 
 
 def trainer_of(row: MeasuredStep) -> Trainer:
-    """What trained a row, with all that is known of it; one without a stack where its trainer is not known."""
+    """What trained a row, with all that is known of it; an unknown trainer has the stack that its plan hints at."""
     said = row.text("trainer")
     known = [one for one in _read().trainers if f"{said} ".startswith(f"{one.name} ")]
-    found = max(known, key=lambda trainer: len(trainer.name), default=Trainer())
+    if not known:
+        return Trainer(stack=next(guess.stack for guess in _read().guesses if guess.holds(row)), guessed=True)
+    found = max(known, key=lambda trainer: len(trainer.name))
     for rule in found.when:
         if rule.holds(row):
             found = msgspec.structs.replace(
@@ -133,9 +150,17 @@ def trainer_of(row: MeasuredStep) -> Trainer:
     return found
 
 
-def machine_of(row: MeasuredStep, usual: str) -> str:
-    """The cluster that a row says that it ran on; the usual one of its GPU where it says none."""
-    return next((machine.cluster for machine in _read().machines if machine.holds(row)), usual)
+def machine_of(row: MeasuredStep) -> Machine:
+    """The machine of a row: the first that its columns fit.
+
+    Raises:
+        Skip: there is none, or it has no preset.
+    """
+    found = next((machine for machine in _read().machines if machine.holds(row)), None)
+    if found is None or not found.cluster:
+        why = f": {found.source}" if found else ""
+        raise Skip(f"gpu_type '{row.text('gpu_type')}' has no cluster preset{why}")
+    return found
 
 
 @cache
