@@ -133,7 +133,7 @@ class NodeLink:
     """The link that joins a GPU to the others of its domain.
 
     Args:
-        kind: NVLink, or the host's PCIe.
+        kind: links between GPUs (NVLink, xGMI), or the host's PCIe.
         bytes_per_s: data-sheet bandwidth of one GPU in one direction.
     """
 
@@ -149,7 +149,8 @@ class NodeFabric:
         name: the profile's name.
         link: what its bandwidths were measured on, or scaled to.
         levels: (largest group, bytes a second through one rank), by growing group: on PCIe hosts a larger
-            group crosses a slower link (switch, socket, socket to socket); NVLink has one level.
+            group crosses a slower link (switch, socket, socket to socket); where each pair of GPUs has a link of
+            its own (xGMI), a larger group has more of them; NVLink behind switches has one level.
         fill: steps' worth of traffic that a ring pays on top of its closed form, for copying the rank's own part
             and for filling the pipeline.
         protocols: cost of each protocol.
@@ -271,7 +272,10 @@ class _NodeFile(
         sizes = [level.ranks for level in self.levels]
         require(bool(sizes) and sizes == sorted(set(sizes)), "levels is not empty and its ranks grow")
         rates = [level.bandwidth_GBps for level in self.levels]
-        require(rates == sorted(rates, reverse=True), "levels' bandwidth_GBps does not grow with ranks")
+        require(
+            rates in (sorted(rates), sorted(rates, reverse=True)),
+            "levels' bandwidth_GBps only falls with ranks, or only grows, where GPUs are joined in pairs",
+        )
 
     def value(self, name: str) -> NodeFabric:
         nvls = self.nvls
@@ -364,7 +368,8 @@ def over_link(document: dict[str, Any], link: NodeLink, name: str) -> dict[str, 
     if fabric.link == link:
         return document
     factor, scaled = link.bytes_per_s / fabric.link.bytes_per_s, copy.deepcopy(document)
-    for holder in (scaled["link"], *scaled["levels"], scaled["peer"], scaled.get("nvls")):
+    scaled["link"]["bandwidth_GBps"] = link.bytes_per_s / GB
+    for holder in (*scaled["levels"], scaled["peer"], scaled.get("nvls")):
         if holder is not None:
             holder["bandwidth_GBps"] *= factor
     about, before = fabric.about, fabric.link.bytes_per_s / GB

@@ -88,7 +88,7 @@ def model_of(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> RowMode
 
 
 def with_known_sizes(row: MeasuredStep) -> MeasuredStep:
-    """The row with the sizes that it leaves out of the public model that it names; as it is where it names none."""
+    """The row with the sizes that it leaves out, of the public model that it names; as it is if it names none."""
     known = public_model(row.text("model"))
     if known is None or known.architecture not in _BY_SIZES or known.parameters is None:
         return row

@@ -131,7 +131,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def trainer_of(row: MeasuredStep) -> Trainer:
-    """What trained a row, with all that is known of it; an unknown trainer has the stack that its plan hints at."""
+    """What trained a row, with all that is known of it; an unknown one has the stack that its plan hints at."""
     said = row.text("trainer")
     known = [one for one in _read().trainers if f"{said} ".startswith(f"{one.name} ")]
     if not known:
