@@ -78,6 +78,8 @@ def test_every_number_acts(name: str) -> None:
         path = ".".join(map(str, way))
         if path in TOLD or path == "link.kind":
             continue
+        if fabric.about.origin == "assumed" and path == f"levels.{len(document['levels']) - 1}.ranks":
+            continue  # what lies beyond the largest measured group is less sure; here nothing was measured
         other = not value if isinstance(value, bool) else 0.9 * value
         if path.endswith(".ranks"):
             other = value - 1 if value > 2 else 3
