@@ -33,6 +33,9 @@ PLANS = [
     Pipeline(stages=2, micro_batches=2, schedule="interleaved", chunks=3),
     Pipeline(stages=5, micro_batches=1, schedule="gpipe"),
 ]
+TURNING = Pipeline(stages=3, micro_batches=2, schedule="zb-v", chunks=2)
+"""Has both ends of the model on one stage, which may not share a weight."""
+CASES = [*((name, plan) for name in ("gpt2", "llama-3-8b") for plan in PLANS), ("llama-3-8b", TURNING)]
 NORM, UNSCALE = "aten._foreach_norm", "aten._amp_foreach_non_finite_check_and_unscale_"
 
 
@@ -65,8 +68,7 @@ def completes(job: JobGraph) -> bool:
     return bool(run(expand(job, zero, zero)).max() >= 0)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
+@pytest.mark.parametrize(("name", "plan"), CASES, ids=str)
 def test_every_stage_adds_up_its_own_norms_and_all_of_them_agree(name: str, plan: Pipeline) -> None:
     graph = step(name, CLIPPED)
     job = plan(graph)
@@ -89,8 +91,7 @@ def test_every_stage_adds_up_its_own_norms_and_all_of_them_agree(name: str, plan
     assert completes(job)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
+@pytest.mark.parametrize(("name", "plan"), CASES, ids=str)
 def test_the_overflow_flag_of_every_stage_is_joined_before_it_is_read(name: str, plan: Pipeline) -> None:
     graph = step(name, SCALED)
     job = plan(graph)
@@ -132,7 +133,7 @@ def updates(graph: Graph, program: int) -> Counter[tuple[str, str, int, int]]:
     )
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("plan", [*PLANS, TURNING], ids=str)
 @pytest.mark.parametrize("spec", [CLIPPED, SCALED, StepSpec(optimizer="sgd")], ids=str)
 def test_every_parameter_is_updated_on_one_stage_as_without_stages(spec: StepSpec, plan: Pipeline) -> None:
     graph = step("llama-3-8b", spec)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from echograph.errors import PlanError, UnknownNameError
-from echograph.ir.passes.pipeline.schedules import Action, order
+from echograph.ir.passes.pipeline.schedules import Action, ChunkOrder, order
 
 SHAPES = [
     ("gpipe", 4, 8, 1),
@@ -17,6 +17,8 @@ SHAPES = [
     ("interleaved", 4, 8, 2),
     ("interleaved", 3, 12, 5),
 ]
+KINDS = {"FORWARD": "forward", "BACKWARD_INPUT": "backward", "BACKWARD_WEIGHT": "weight"}
+"""PyTorch's words."""
 
 
 def warm_up(passes: list[Action]) -> int:
@@ -53,6 +55,29 @@ def test_micro_batches_of_a_chunk_ascend(schedule: str, stages: int, micro_batch
         for chunk in range(chunks):
             mine = [m for k, m, c in passes if (k, c) == (kind, chunk)]
             assert mine == list(range(micro_batches))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("micro_batches", [1, 2, 7, 8, 15, 20])
+def test_zb_v_is_that_of_pytorch(stages: int, micro_batches: int) -> None:
+    theirs = pytest.importorskip("torch.distributed.pipelining.schedules").ScheduleZBVZeroBubble
+    schedule = theirs.__new__(theirs)
+    schedule.pp_group_size, schedule.num_stages, schedule._n_microbatches = stages, 2 * stages, micro_batches
+    for stage in range(stages):
+        known = [each for each in schedule._calculate_single_rank_operations(stage) if each is not None]
+        passes = [(KINDS[a.computation_type.name], a.microbatch_index, int(a.stage_index != stage)) for a in known]
+        assert order("zb-v", stage, stages, micro_batches, 2) == passes
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize(("stages", "count"), [(1, 3), (3, 3), (3, 6), (4, 8), (3, 9)])
+def test_a_stage_has_the_chunks_that_are_on_it(turns: bool, stages: int, count: int) -> None:
+    where = ChunkOrder(stages, turns)
+    found = [[chunk for chunk in range(count) if where.stage(chunk) == stage] for stage in range(stages)]
+    assert [where.chunks(stage, count) for stage in range(stages)] == found
+    assert sorted(chunk for each in found for chunk in each) == list(range(count))
+    neighbours = {abs(where.stage(chunk) - where.stage(chunk + 1)) for chunk in range(count - 1)}
+    assert not turns or neighbours <= {0, 1}
 
 
 @pytest.mark.parametrize("stage", range(4))

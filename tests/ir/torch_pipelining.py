@@ -32,6 +32,7 @@ SCHEDULES = {
     "interleaved": "ScheduleInterleaved1F1B",
     # One stage a rank makes it ZB-H1.
     "zb-h1": "ScheduleInterleavedZeroBubble",
+    "zb-v": "ScheduleZBVZeroBubble",
 }
 SEQUENCE = 16
 
@@ -114,11 +115,11 @@ def run_rank(plan: dict[str, Any], rank: int) -> list[list[Any]]:
         built = build(entry.with_config(**layers), batch_size=1, seq_len=SEQUENCE)
         torch.set_default_dtype(torch.float32)
     width = built.module.config.hidden_size
-    parts = stages * chunks
+    parts, turns = stages * chunks, plan["schedule"] == "zb-v"
     with mode:
         made = []
         for chunk in range(chunks):
-            number = chunk * stages + rank
+            number = parts - 1 - rank if turns and chunk else chunk * stages + rank
             share = range(number * plan["layers"] // parts, (number + 1) * plan["layers"] // parts)
             module = Stage(built.module, share, plan["layers"])
             tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64)
@@ -135,13 +136,13 @@ def run_rank(plan: dict[str, Any], rank: int) -> list[list[Any]]:
             record(stage, chunk, log)
             made.append(stage)
         schedule = getattr(torch_schedules, SCHEDULES[plan["schedule"]])(
-            made if plan["schedule"] in ("interleaved", "zb-h1") else made[0],
+            made if plan["schedule"] in ("interleaved", "zb-h1", "zb-v") else made[0],
             plan["micro_batches"],
             loss_fn=loss_of,
         )
         inputs = torch.zeros(plan["micro_batches"], SEQUENCE, dtype=torch.int64)
         with Messages(log):
-            has_first, has_last = rank == 0, rank == stages - 1
+            has_first, has_last = rank == 0, rank == (0 if turns else stages - 1)
             schedule.step(*([inputs] if has_first else []), **({"target": inputs} if has_last else {}))
     with unset_fake_temporarily():
         dist.destroy_process_group()

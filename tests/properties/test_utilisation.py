@@ -50,7 +50,8 @@ def words(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     found["loss"] = draw(st.sampled_from(["eager", "fused"]))
     if pp > 1:
         found["vpp"] = draw(st.sampled_from([1, LAYERS // pp]))
-        found["schedule"] = "" if found["vpp"] > 1 else draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
+        orders = ["", "zb-v"] if found["vpp"] == 2 and model == "llama" else [""]
+        found["schedule"] = draw(st.sampled_from(orders if found["vpp"] > 1 else ["gpipe", "1f1b", "zb-h1"]))
     if model == "mixtral" and found["zero"] < 3:
         found["ep"] = draw(st.sampled_from([1, 2]))
         found["capacity_factor"] = draw(st.sampled_from([None, 1.25, 2.0]))

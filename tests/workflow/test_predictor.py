@@ -45,8 +45,9 @@ def plans(draw: st.DrawFn) -> tuple[str, Plan]:
     vpp = draw(st.sampled_from([1, 1, 2])) if pp > 1 else 1
     zero = draw(st.sampled_from([0, 1, 2, 3]))
     assume(not (zero == 3 and ep > 1))
-    schedule = "" if pp == 1 or vpp > 1 else draw(st.sampled_from(["", "gpipe", "1f1b", "zb-h1"]))
-    counts = st.integers(1, 4).map(lambda n: n * pp) if vpp > 1 else st.integers(1, 13)
+    orders = ["", "zb-v"] if vpp > 1 else ["", "gpipe", "1f1b", "zb-h1"]
+    schedule = "" if pp == 1 else draw(st.sampled_from(orders))
+    counts = st.integers(1, 13) if vpp == 1 or schedule else st.integers(1, 4).map(lambda n: n * pp)
     return model, Plan(
         gpus=tp * pp * dp * ep,
         tp=tp,

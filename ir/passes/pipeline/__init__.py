@@ -1,7 +1,8 @@
 """Pipeline parallelism: the layers of a step on the stages of a pipeline, micro-batches flowing through them.
 
 Stage s runs chunk s of the layers, or with interleaving chunks s, s + stages, ... (Narayanan et al., "Efficient
-Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021). What crosses from chunk to chunk
+Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021), or chunks that turn back at the
+last stage (`schedules.ChunkOrder`), where what crosses from chunk to chunk stays where it is. Else what crosses from chunk to chunk
 is sent on a stream of its direction and received on another one, as separate NCCL operations between neighbours;
 so a stage neither blocks its own work by sending nor orders what it receives by what it sends.
 
@@ -42,7 +43,15 @@ from echograph.ir.passes.pipeline.placement import (
     place,
     route,
 )
-from echograph.ir.passes.pipeline.schedules import SPLIT, Action, Computation, check_schedule, order
+from echograph.ir.passes.pipeline.schedules import (
+    SPLIT,
+    TURNING,
+    Action,
+    ChunkOrder,
+    Computation,
+    check_schedule,
+    order,
+)
 from echograph.ir.passes.rewrite import UPDATE, Call, PassLabel, accumulate, empty_copy, in_micro_batch
 from echograph.ir.types import Tensor, TensorRole
 
@@ -181,7 +190,7 @@ def with_lead(op: t.Op, *, leads: bool) -> t.Op:
 
 
 def leaders(
-    graph: StepGraph, placement: Partition, stages: int
+    graph: StepGraph, placement: Partition, where: ChunkOrder
 ) -> tuple[set[tuple[int, int]], dict[BlockInstance, frozenset[int]]]:
     """Who bears the launches of multi-tensor kernels on each stage: one share of each launch does.
 
@@ -193,13 +202,13 @@ def leaders(
     for (block, instance, row), launch in _launches(graph).items():
         if block:
             chunk = placement.instances[block, instance]
-            layers.setdefault((chunk % stages, launch), ((block, instance), row))
+            layers.setdefault((where.stage(chunk), launch), ((block, instance), row))
         else:
             for chunk in sorted(placement.ops[row]):
-                main.setdefault((chunk % stages, launch), (chunk, row))
+                main.setdefault((where.stage(chunk), launch), (chunk, row))
     led: dict[BlockInstance, frozenset[int]] = {}
-    for where, (layer, row) in layers.items():
-        if where not in main:
+    for key, (layer, row) in layers.items():
+        if key not in main:
             led[layer] = led.get(layer, frozenset()) | {row}
     return set(main.values()), led
 
@@ -230,7 +239,7 @@ class PipelineContext:
         layers: the layers' blocks.
         leads: (chunk, operation of the main block) that bear a launch on their stage.
         leading_layers: for layers that bear launches, the operations that do.
-        stages: chunk k is on stage k modulo this.
+        where: on which stage each chunk is.
         group: the group of the stages.
         shared: for every gradient that chunks share, the group that all-reduces it; None where two exchange it.
         sharers: ranks that send a share each of what crosses between chunks, as all of them have it.
@@ -243,7 +252,7 @@ class PipelineContext:
     layers: Layers
     leads: set[tuple[int, int]]
     leading_layers: dict[BlockInstance, frozenset[int]]
-    stages: int
+    where: ChunkOrder
     group: int
     shared: dict[int, int | None]
     sharers: int = 1
@@ -287,7 +296,18 @@ class PipelineContext:
 
     def runs(self, stage: int, place: tuple[int, int, int]) -> bool:
         """Whether a stage runs (block, instance, operation)."""
-        return any(chunk % self.stages == stage for chunk in self.placement.of(place))
+        return any(self.where.stage(chunk) == stage for chunk in self.placement.of(place))
+
+    def stays(self, border: int) -> bool:
+        """Whether the chunk before a border, which is numbered as the one after it, is on the same stage."""
+        return 0 < border < self.placement.chunks and self.where.stage(border - 1) == self.where.stage(border)
+
+    def handed(self, number: int) -> Iterator[int]:
+        """Ids of what a chunk is given by its neighbours on its own stage."""
+        if self.stays(number):
+            yield from self.routes.up[number]
+        if self.stays(number + 1):
+            yield from self.routes.down[number]
 
     def has(self, stage: int, tensor: int) -> bool:
         """Whether the optimizer has a tensor on a stage."""
@@ -296,7 +316,8 @@ class PipelineContext:
 
     def of_stages(self, stages: Container[int]) -> PipelineContext:
         """The same with the layers of some stages alone."""
-        written = {layer for layer, chunk in self.placement.instances.items() if chunk % self.stages in stages}
+        at = self.where.stage
+        written = {layer for layer, chunk in self.placement.instances.items() if at(chunk) in stages}
         return replace(self, layers=Layers(self.graph, self.parts, self.leading_layers, written))
 
     def stages_alike(self) -> list[int]:
@@ -305,7 +326,8 @@ class PipelineContext:
         The first stage and the last stand for themselves.
         """
         found: dict[object, int] = {}
-        ends = (0, self.stages - 1)
+        count = self.where.stages
+        ends = (0, count - 1)
         base: dict[tuple[int, int], int] = {}
         mine: dict[int, list[BlockInstance]] = {}
         for (block, instance), chunk in self.placement.instances.items():
@@ -316,8 +338,8 @@ class PipelineContext:
             for chunk in chunks:
                 rows.setdefault(chunk, []).append(row)
         stood = []
-        for stage in range(self.stages):
-            own = range(stage, self.placement.chunks, self.stages)
+        for stage in range(count):
+            own = self.where.chunks(stage, self.placement.chunks)
             what = [self._chunk_alike(chunk, mine.get(chunk, []), rows.get(chunk, []), base) for chunk in own]
             stood.append(found.setdefault((stage if stage in ends else -1, *what), stage))
         return stood
@@ -355,7 +377,7 @@ class PipelineContext:
     def _stagewide_inputs(self, chunk: int) -> Iterator[list[int]]:
         """Ids of what a stage has of the inputs of operations that every stage runs, in its first chunk."""
         graph = self.graph
-        for row in sorted(self.placement.stagewide) if chunk < self.stages else ():
+        for row in sorted(self.placement.stagewide) if chunk < self.where.stages else ():
             inputs = (graph.tensor_id(0, 0, tensor) for tensor in graph.ops.inputs.row(row))
             yield [tensor for tensor in inputs if self.has(chunk, tensor)]
 
@@ -386,13 +408,13 @@ class StageCommunication:
     Attributes:
         builder: the builder, with the chunk's block open.
         number: which chunk.
-        stages: chunk k is on stage k modulo this.
+        where: on which stage each chunk is.
         group: the group of the stages.
     """
 
     builder: GraphBuilder
     number: int
-    stages: int
+    where: ChunkOrder
     group: int
 
     def send(
@@ -401,7 +423,7 @@ class StageCommunication:
         """Sends a tensor to the stage of another chunk."""
         return self.builder.send(
             f"{AXIS}.send_{what}", group=self.group, peer=self._peer(other), tag=tag, nbytes=nbytes,
-            payload=payload, phase=phase, inputs=(row,), stream=self.builder.stream(f"comm.{AXIS}.{what}.send"),
+            payload=payload, phase=phase, inputs=(row,), stream=self._stream(other, f"{what}.send"),
         )  # fmt: skip
 
     def receive(
@@ -410,11 +432,16 @@ class StageCommunication:
         """Receives a tensor from the stage of another chunk."""
         return self.builder.recv(
             f"{AXIS}.recv_{what}", group=self.group, peer=self._peer(other), tag=tag, nbytes=nbytes,
-            payload=payload, phase=phase, outputs=(row,), stream=self.builder.stream(f"comm.{AXIS}.{what}.recv"),
+            payload=payload, phase=phase, outputs=(row,), stream=self._stream(other, f"{what}.recv"),
         )  # fmt: skip
 
+    def _stream(self, other: int, what: str) -> int:
+        """Of chunks on their way back another one: what goes either way waits for other neighbours."""
+        back = self.where.turns and min(self.number, other) >= self.where.stages
+        return self.builder.stream(f"comm.{AXIS}.{'back.' if back else ''}{what}")
+
     def _peer(self, other: int) -> int:
-        return other % self.stages - self.number % self.stages
+        return self.where.stage(other) - self.where.stage(self.number)
 
     def all_reduce(
         self, row: int, tensor: t.Tensor, group: int, what: str, phase: t.Phase, payload: t.Payload, *made: int
@@ -454,7 +481,8 @@ class Chunk:
         calls: what runs in each part, and when; operations of layers count from the first of their block.
         names: for rows that hold a share of a gradient, the gradient's name.
         shapes: shapes of what is shorter on one stage than in the step, by id.
-        siblings: all chunks of the stage.
+        siblings: the other chunks of the stage.
+        handed: ids of what the chunk is given by neighbours on its own stage.
         written: rows of all operations of the block.
         first_id: the id in the job of the block's first tensor, once all blocks are known.
         first_op_id: the same of its first operation.
@@ -475,20 +503,24 @@ class Chunk:
     names: dict[int, str] = field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     siblings: list[Chunk] = field(default_factory=list)
+    handed: frozenset[int] = field(init=False)
     written: range = range(0)
     first_id: int = 0
     first_op_id: int = 0
 
+    def __post_init__(self) -> None:
+        self.handed = frozenset(self.plan.handed(self.number))
+
     @property
     def stage(self) -> int:
         """The stage that the chunk is on."""
-        return self.number % self.plan.stages
+        return self.plan.where.stage(self.number)
 
     @property
     def links(self) -> StageCommunication:
         """Writes communications into the block."""
         plan = self.plan
-        return StageCommunication(builder=self.builder, number=self.number, stages=plan.stages, group=plan.group)
+        return StageCommunication(builder=self.builder, number=self.number, where=plan.where, group=plan.group)
 
     def write(self) -> None:
         """Writes all rows, and the calls that run them and the layers."""
@@ -515,7 +547,7 @@ class Chunk:
 
     def _main(self, part: PipelinePhase, number: int, rows: range) -> None:
         """Writes the chunk's operations of a call of the main block."""
-        placement, stages = self.plan.placement, self.plan.stages
+        placement, stages = self.plan.placement, self.plan.where.stages
         completed = placement.totals | placement.flags.keys()
         for row in rows:
             if self.plan.parts[row] != part:
@@ -545,7 +577,9 @@ class Chunk:
         if not block:
             return False
         chunk = self.plan.placement.instances[block, instance]
-        return chunk == self.number or (chunk % self.plan.stages == self.stage and self.plan.is_late(tensor))
+        if chunk == self.number or tensor in self.handed:
+            return True
+        return self.plan.where.stage(chunk) == self.stage and self.plan.is_late(tensor)
 
     # -- communication -------------------------------------------------------------------------------------
 
@@ -555,7 +589,10 @@ class Chunk:
             return self._add_shares_up()
         if part == PipelinePhase.WEIGHT:
             return []
-        received = routes.up[self.number] if part == PipelinePhase.FORWARD else routes.down[self.number]
+        border, crossing = (
+            (self.number, routes.up) if part == PipelinePhase.FORWARD else (self.number + 1, routes.down)
+        )
+        received = () if self.plan.stays(border) else crossing[self.number]
         ops = [self._receive(tensor, part) for tensor in received]
         if ops and self.plan.sharers > 1:
             gathers = [self._gather(recv, tensor, part) for recv, tensor in zip(ops, received, strict=True)]
@@ -564,11 +601,11 @@ class Chunk:
         return [*ops, self.links.wait(ops, _PHASES[part])] if ops else ops
 
     def _end(self, part: PipelinePhase) -> list[int]:
-        routes, sent = self.plan.routes, tuple[int, ...]()
-        if part == PipelinePhase.FORWARD and self.number + 1 < self.plan.placement.chunks:
-            sent = routes.up[self.number + 1]
+        plan, sent = self.plan, tuple[int, ...]()
+        if part == PipelinePhase.FORWARD and self.number + 1 < plan.placement.chunks:
+            sent = () if plan.stays(self.number + 1) else plan.routes.up[self.number + 1]
         elif part == PipelinePhase.BACKWARD and self.number > 0:
-            sent = routes.down[self.number - 1]
+            sent = () if plan.stays(self.number) else plan.routes.down[self.number - 1]
         return [self._send(tensor, part) for tensor in sent]
 
     def _receive(self, tensor: int, part: PipelinePhase) -> int:
@@ -721,7 +758,7 @@ class Chunk:
         mine = block == 0 and (maker == NONE or self.number in self.plan.placement.ops[maker])
         if not mine:
             sibling = block == 0 and self.plan.is_late(tensor) and self.plan.runs(self.stage, (0, 0, maker))
-            if not sibling and not self.has_layer_of(tensor):
+            if not sibling and tensor not in self.handed and not self.has_layer_of(tensor):
                 raise PlanError(f"tensor {value.name} is not on pipeline chunk {self.number}: use fewer stages")
             self.ports.append(tensor)
             role = value.role if value.role.persistent else t.TensorRole.ACTIVATION
@@ -856,7 +893,7 @@ class Pipeline:
         stages: number of stages, the size of the mesh axis "pp".
         micro_batches: forward and backward passes before the optimizer; gradients add up.
         schedule: a name of `schedules.SCHEDULES`.
-        chunks: chunks of layers on each stage; more than one for "interleaved" only.
+        chunks: chunks of layers on each stage; more than one for "interleaved" only, two for "zb-v".
         layers: layers of each chunk in the order of the model; None splits evenly, and the first chunks take one
             more where it does not divide. The first may have 0, then it has the embedding alone, and so may the
             last. `schedules.split_layers` makes them from Megatron-LM's options.
@@ -889,7 +926,8 @@ class Pipeline:
         chunks = _write(plan, builder, stages)
         for stage in stages:
             actions = order(self.schedule, stage, *self._sizes, ahead=int(self.overlap_experts))
-            labelled = self._calls(plan, builder, chunks[stage :: self.stages], actions)
+            own = [chunks[number] for number in self.where.chunks(stage, len(chunks))]
+            labelled = self._calls(plan, builder, own, actions)
             self._program(builder, stage, [call for _, call in labelled])
         return builder.build(JobGraph)
 
@@ -901,10 +939,12 @@ class Pipeline:
         whole one, as those stages are missing that others stand for.
 
         Raises:
-            PlanError: as `__call__`, or forward and backward passes run as one.
+            PlanError: as `__call__`, or forward and backward passes run as one, or chunks turn back.
         """
         if self.overlap_experts:
             raise PlanError("passes that exchange rows of experts in pairs are told by their whole schedule alone")
+        if self.where.turns:
+            raise PlanError("chunks that turn back at the last stage are told by their whole schedule alone")
         plan, builder = self._context(graph)
         chosen = plan.stages_alike()
         stages = sorted(set(chosen))
@@ -925,6 +965,11 @@ class Pipeline:
         return StagesAlike(job=builder.build(JobGraph, whole=False), labels=labels, stand_for=tuple(chosen))
 
     @property
+    def where(self) -> ChunkOrder:
+        """On which stage each chunk is."""
+        return ChunkOrder(self.stages, turns=self.schedule in TURNING)
+
+    @property
     def _sizes(self) -> tuple[int, int, int]:
         return self.stages, self.micro_batches, self.chunks
 
@@ -938,7 +983,7 @@ class Pipeline:
         OptimizerPlacer(graph, placement, self.stages).place()
         routes = route(graph, placement)
         of = parts(graph, routes, split=self.schedule in SPLIT)
-        leads, leading_layers = leaders(graph, placement, self.stages)
+        leads, leading_layers = leaders(graph, placement, self.where)
         builder = empty_copy(graph)
         builder.mesh = (Axis(name=AXIS, size=self.stages), *graph.mesh)
         context = PipelineContext(
@@ -949,7 +994,7 @@ class Pipeline:
             layers=Layers(graph, of, leading_layers),
             leads=leads,
             leading_layers=leading_layers,
-            stages=self.stages,
+            where=self.where,
             group=builder.group(AXIS, axes=(AXIS,)),
             shared=self._groups(graph, placement, builder),
             sharers=prod(a.size for a in graph.mesh if a.name == TENSOR) if self.scatter_gather else 1,
@@ -979,12 +1024,12 @@ class Pipeline:
         """The group of every gradient that several chunks have a share of; None where two stages exchange it."""
         sharers: dict[int, list[int]] = {}
         for chunk, gradient in placement.shares:
-            sharers.setdefault(gradient, []).append(chunk % self.stages)
+            sharers.setdefault(gradient, []).append(self.where.stage(chunk))
         groups: dict[int, int | None] = {}
         for gradient, stages in sharers.items():
             name = graph.tensors[gradient].name
             if len(set(stages)) < len(stages):
-                raise PlanError(f"parameter of {name} is in two chunks of a stage: use one chunk a stage")
+                raise PlanError(f"parameter of {name} is in two chunks of a stage: use another schedule")
             if len(stages) == self.stages:
                 groups[gradient] = builder.group("embedding", axes=(AXIS,))
             elif graph.mesh and len(stages) == 2:
@@ -1042,7 +1087,7 @@ def _write(plan: PipelineContext, builder: GraphBuilder, stages: Container[int])
     chunks[0].write()
     plan.layers.write(builder)
     for number in range(1, plan.placement.chunks):
-        if number % plan.stages not in stages:
+        if plan.where.stage(number) not in stages:
             continue
         chunks.append(
             Chunk(plan=plan, number=number, builder=builder, block=builder.begin_block(f"main.{number}"))

@@ -14,7 +14,9 @@ other stages get equal numbers, and the chunks of a stage too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from echograph.errors import PlanError, UnknownNameError
@@ -150,6 +152,41 @@ def zb_h1(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Acti
     return passes + weight[max(0, micro_batches - stage) :]
 
 
+def zb_v(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
+    """ZB-V (Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024; `ChunkOrder` with a turn).
+
+    Two chunks a stage, of which the first go down the stages and the second come back up, so that the last stage
+    has the middle of the model and the first one both of its ends. With as many micro-batches as fill it, 2 stages
+    - 1, and passes of one length all of a stage's waiting is before its first forward and after its last weight
+    pass: (stages - 1) forwards of a chunk in all. Fewer run as the first of so many would.
+    """
+    count = max(2 * stages - 1, micro_batches)
+    passes: list[Action] = []
+    done: Counter[tuple[Computation, int]] = Counter()
+
+    def run(times: int, *kinds: tuple[Computation, int]) -> None:
+        for kind, chunk in kinds * times:
+            passes.append((kind, done[kind, chunk], chunk))
+            done[kind, chunk] += 1
+
+    def put_off(chunk: int) -> int:
+        return done["backward", chunk] - done["weight", chunk]
+
+    first: tuple[tuple[Computation, int], ...] = (("backward", 0), ("weight", 0))
+    second: tuple[tuple[Computation, int], ...] = (("forward", 1), ("backward", 1), ("weight", 1))
+    run(2 * (stages - stage) - 1, ("forward", 0))
+    run(stage, ("forward", 1), ("forward", 0))
+    run(stages - stage, *second)
+    while done["forward", 1] < count:
+        run(done["forward", 0] < count, ("forward", 0))
+        run(1, *first, *second)
+    run(stage, ("backward", 0), ("backward", 1))
+    run(stages - stage, *first)
+    run(put_off(1), ("weight", 1))
+    run(put_off(0), ("weight", 0))
+    return [each for each in passes if each[1] < micro_batches]
+
+
 def _alternate(forward: list[Action], backward: list[Action], warm_up: int) -> list[Action]:
     ahead = min(warm_up, len(forward))
     steady = [each for pair in zip(forward[ahead:], backward, strict=False) for each in pair]
@@ -161,9 +198,37 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
     "zb-h1": zb_h1,
+    "zb-v": zb_v,
 }
-SPLIT = frozenset({"zb-h1"})
+SPLIT = frozenset({"zb-h1", "zb-v"})
 """Schedules with weight passes of their own."""
+TURNING = frozenset({"zb-v"})
+"""Schedules whose chunks turn back at the last stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOrder:
+    """Which chunks of the model a stage has.
+
+    Attributes:
+        stages: number of stages.
+        turns: whether every second row of chunks goes from the last stage to the first; else all go from the first
+            to the last.
+    """
+
+    stages: int
+    turns: bool = False
+
+    def stage(self, chunk: int) -> int:
+        """The stage of a chunk."""
+        row, place = divmod(chunk, self.stages)
+        return self.stages - 1 - place if self.turns and row % 2 else place
+
+    def chunks(self, stage: int, count: int) -> list[int]:
+        """The chunks of a stage, of so many, in the order of the model."""
+        back = self.stages - 1 - stage if self.turns else stage
+        places = (row * self.stages + (back if row % 2 else stage) for row in range(-(-count // self.stages)))
+        return [chunk for chunk in places if chunk < count]
 
 
 def check_schedule(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
@@ -177,10 +242,18 @@ def check_schedule(schedule: str, stages: int, micro_batches: int, chunks: int) 
         raise UnknownNameError("schedule", schedule, SCHEDULES)
     if not 1 <= micro_batches <= MAX_MICRO_BATCHES:
         raise PlanError(f"{micro_batches} micro-batches: choose between 1 and {MAX_MICRO_BATCHES:,}")
-    if schedule != "interleaved":
-        if chunks != 1:
-            raise PlanError(f"schedule {schedule} with {chunks} chunks a stage: use interleaved, or one chunk")
-        return
+    if schedule in TURNING:
+        if stages < 2 or chunks != 2:
+            raise PlanError(f"schedule {schedule} with {stages} stages of {chunks} chunks: give 2 chunks of each")
+    elif schedule == "interleaved":
+        _check_interleaved(stages, micro_batches, chunks)
+    elif chunks != 1:
+        raise PlanError(f"schedule {schedule} with {chunks} chunks a stage: use interleaved, or one chunk")
+    if micro_batches * chunks > MAX_PASSES:
+        raise PlanError(f"{micro_batches} micro-batches of {chunks} chunks are too many: at most {MAX_PASSES:,}")
+
+
+def _check_interleaved(stages: int, micro_batches: int, chunks: int) -> None:
     if stages < 2 or chunks < 2:
         raise PlanError(
             f"schedule interleaved with {stages} stages of {chunks} chunks: give 2 or more of both, or use 1f1b"
@@ -191,8 +264,6 @@ def check_schedule(schedule: str, stages: int, micro_batches: int, chunks: int) 
             f"schedule interleaved with {micro_batches} micro-batches on {stages} stages: "
             f"use a multiple of {stages}, such as {near}"
         )
-    if micro_batches * chunks > MAX_PASSES:
-        raise PlanError(f"{micro_batches} micro-batches of {chunks} chunks are too many: at most {MAX_PASSES:,}")
 
 
 def order(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from echograph.simulator.clusters import Cluster
 
 G = TypeVar("G", bound=Graph)
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 RecomputeName = Literal["none", "selective", "selective-op", "full"]
 LossName = Literal["eager", "fused"]
 TpOverlapName = Literal["none", "bulk", "chunks"]
@@ -227,8 +227,12 @@ def _check_pairs(plan: Plan) -> None:
             "--stage-layers: splits a pipeline: give --pp 2 or more, or leave it out",
         ),
         (
-            plan.vpp > 1 and plan.schedule not in ("", "interleaved"),
+            plan.vpp > 1 and plan.schedule not in ("", "interleaved", "zb-v"),
             f"{vpp} with --schedule {plan.schedule}: use interleaved for chunks, or --vpp 1",
+        ),
+        (
+            plan.schedule == "zb-v" and plan.vpp != 2 and plan.pp > 1,
+            f"--schedule zb-v with {vpp}: stages have two chunks each, give --vpp 2",
         ),
         (
             plan.schedule == "interleaved" and plan.vpp == 1 and plan.pp > 1,
@@ -260,7 +264,7 @@ def _check_pairs(plan: Plan) -> None:
             "--reshard-after-forward: is of gathered parameters, give --zero 3",
         ),
         (
-            plan.overlap_moe_expert_parallel_comm and plan.vpp == 1,
+            plan.overlap_moe_expert_parallel_comm and (plan.vpp == 1 or plan.schedule == "zb-v"),
             "--overlap-moe-expert-parallel-comm: pairs the passes of interleaved chunks, give --vpp 2 or more",
         ),
         (

@@ -190,11 +190,13 @@ class Predictor:
         """The stages of a pipeline that differ: the same ones for any number of micro-batches beyond a few.
 
         Raises:
-            NotAlike: forward and backward passes run in pairs.
+            NotAlike: forward and backward passes run in pairs, or chunks turn back.
             PlanError: the plan does not fit the model.
         """
         if pipeline.overlap_experts:
             raise composed.NotAlike("forward and backward passes run in pairs")
+        if pipeline.where.turns:
+            raise composed.NotAlike("chunks turn back at the last stage")
         pipeline.check(step)
         count = min(pipeline.micro_batches, DISTINCT_MICRO_BATCHES)
         key = (*step.passes, pass_text(replace(pipeline, micro_batches=count)))

@@ -17,7 +17,7 @@ from echograph.workflow.search.space import space
 from echograph.workflow.system import System
 
 OVER = {
-    "schedule": ("", "gpipe", "1f1b", "zb-h1", "interleaved"),
+    "schedule": ("", "gpipe", "1f1b", "zb-h1", "interleaved", "zb-v"),
     "recompute": ("none", "selective", "selective-op", "full", "2"),
     "cp": (1, 2),
 }

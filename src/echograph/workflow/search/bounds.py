@@ -31,6 +31,7 @@ from echograph.ir.columns import NONE, Bools, Float64
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.base import run, split_at_job
 from echograph.ir.passes.pipeline.placement import layer_of
+from echograph.ir.passes.pipeline.schedules import TURNING, ChunkOrder
 from echograph.ir.types import Gemm, OpKind, Phase, TensorRole
 from echograph.models.stacks import Stack, load_stack
 from echograph.profiler.costs.estimate import DTYPE_NAMES
@@ -329,9 +330,11 @@ def _step_ps(cost: StepCost, plan: Plan, micro_batches: int) -> float:
     if not chunks:
         return longest
     in_order = schedule_of(plan) in _BACK_IN_ORDER and not plan.overlap_moe_expert_parallel_comm
+    where = ChunkOrder(plan.pp, turns=schedule_of(plan) in TURNING)
     before = after = 0.0
     for stage in range(plan.pp):
-        own = sum(float((cost.forward_ps[c] + cost.backward_ps[c]).sum()) for c in chunks[stage :: plan.pp])
+        of_stage = (chunks[number] for number in where.chunks(stage, len(chunks)))
+        own = sum(float((cost.forward_ps[c] + cost.backward_ps[c]).sum()) for c in of_stage)
         forward, backward = cost.forward_ps[chunks[stage]], cost.backward_ps[chunks[stage]]
         # What a chunk sends may be made before the last of its kernels run: the layer at its end is not counted.
         after_own = after - float(backward[0]) if in_order else 0.0

@@ -160,7 +160,10 @@ def _schedules(facts: SearchFacts, chosen: PlanWords) -> list[str]:
 def _runs(value: str, facts: SearchFacts, chosen: PlanWords) -> bool:
     if chosen["pp"] == 1:
         return value == ""
-    return value in ("", "interleaved") if chosen["vpp"] > 1 else value != "interleaved"
+    chunks = chosen["vpp"]
+    if value == "zb-v":
+        return bool(chunks == 2)
+    return value in ("", "interleaved") if chunks > 1 else value != "interleaved"
 
 
 def _copies(facts: SearchFacts, chosen: PlanWords) -> list[int]:

@@ -268,7 +268,9 @@ def _torchtitan(of: _Asked) -> str:
         "expert_parallel_degree": of.get("ep"),
     }
     if plan.pp > 1:
-        schedules = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "gpipe": "GPipe"}
+        schedules = {
+            "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "gpipe": "GPipe", "zb-v": "ZBVZeroBubble",
+        }  # fmt: skip
         if (schedule := schedules.get(schedule_of(plan))) is None:
             raise of.refusal("schedule")
         parallel |= {
