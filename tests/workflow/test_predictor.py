@@ -45,9 +45,8 @@ def plans(draw: st.DrawFn) -> tuple[str, Plan]:
     vpp = draw(st.sampled_from([1, 1, 2])) if pp > 1 else 1
     zero = draw(st.sampled_from([0, 1, 2, 3]))
     assume(not (zero == 3 and ep > 1))
-    orders = ["", "zb-v"] if vpp > 1 else ["", "gpipe", "1f1b", "zb-h1"]
-    schedule = "" if pp == 1 else draw(st.sampled_from(orders))
-    counts = st.integers(1, 13) if vpp == 1 or schedule else st.integers(1, 4).map(lambda n: n * pp)
+    schedule = "" if pp == 1 or vpp > 1 else draw(st.sampled_from(["", "gpipe", "1f1b", "zb-h1"]))
+    counts = st.integers(1, 4).map(lambda n: n * pp) if vpp > 1 else st.integers(1, 13)
     return model, Plan(
         gpus=tp * pp * dp * ep,
         tp=tp,
@@ -101,6 +100,7 @@ def check(model: str, plan: Plan) -> None:
         ("mixtral", Plan(gpus=32, tp=2, pp=4, ep=4, global_batch=64)),
         ("llama", Plan(gpus=32, tp=2, pp=4, global_batch=96, zero=3)),
         ("bert", Plan(gpus=1024)),
+        ("llama", Plan(gpus=32, tp=2, pp=4, vpp=2, schedule="zb-v", global_batch=96)),
     ],
 )
 def test_the_rest_of_a_result_is_that_of_the_whole_job(model: str, plan: Plan) -> None:

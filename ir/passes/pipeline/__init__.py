@@ -2,9 +2,9 @@
 
 Stage s runs chunk s of the layers, or with interleaving chunks s, s + stages, ... (Narayanan et al., "Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021), or chunks that turn back at the
-last stage (`schedules.ChunkOrder`), where what crosses from chunk to chunk stays where it is. Else what crosses from chunk to chunk
-is sent on a stream of its direction and received on another one, as separate NCCL operations between neighbours;
-so a stage neither blocks its own work by sending nor orders what it receives by what it sends.
+last stage (`schedules.ChunkOrder`), where what crosses from one to the next stays where it is. Else what crosses
+from chunk to chunk is sent on a stream of its direction and received on another one, as separate NCCL operations
+between neighbours; so a stage neither blocks its own work by sending nor orders what it receives by what it sends.
 
 A schedule that splits backward runs gradients of weights in passes of their own (`placement.parts`). Clipping by
 the norm of all gradients and fp16 loss scaling all-reduce one scalar over the stages
