@@ -114,6 +114,8 @@ class DotProductAttention(nn.Module):
         if not (_in_one(query, key, value) or _in_one(key, value) or _apart(query, key, value)):
             # What it knows no layout of is copied, and what they were parts of need not be kept.
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        if self._one_kernel and attn_mask_type.startswith("padding"):
+            lengths(mask)
         if not self._one_kernel:
             return self._unfused(query, key, value, mask if attn_mask_type in _MASKED else None, causal)
         if self._by_heads is not None:
@@ -160,6 +162,18 @@ class DotProductAttention(nn.Module):
         out = torch.bmm(parts.view(batch * heads, length, -1), value)
         out = out.view(batch, heads, length, -1).permute(2, 0, 1, 3).contiguous()
         return out.view(length, batch, -1)
+
+
+def lengths(mask: Any) -> None:
+    """Where sequences begin, as each call finds out anew from what is masked (utils.py: get_cu_seqlens).
+
+    Args:
+        mask: [batch, 1, 1, sequence], true where nothing is attended to; two of queries and of keys, or none.
+    """
+    for one in mask if isinstance(mask, tuple) else (mask,):
+        if isinstance(one, Tensor) and one.dim() == 4 and one.shape[1:3] == (1, 1):
+            ends = one.squeeze(1).squeeze(1).logical_not().sum(dim=1).cumsum(dim=0).to(torch.int32)
+            torch.cat((torch.zeros(1, dtype=torch.int32, device=ends.device), ends))
 
 
 def _in_one(*tensors: Tensor) -> bool:

@@ -31,6 +31,7 @@ from echograph.frontend.scripts.adapter import Adapter, check_ranks
 from echograph.frontend.scripts.checks import findings
 from echograph.frontend.scripts.collectives import Communication
 from echograph.frontend.scripts.host_work import WORK, HostPrice, wait_for_value, wait_for_work
+from echograph.frontend.scripts.launches import Launch, beside
 from echograph.frontend.scripts.recorder import (
     COMMUNICATION,
     COPY,
@@ -48,7 +49,7 @@ from echograph.ir.columns import NONE
 from echograph.ir.formats import Imported
 from echograph.ir.graph import Axis, JobGraph, Workload
 from echograph.ir.passes.annotate import Annotate
-from echograph.ir.passes.fuse import FUSED, KernelRegion, fuse_regions
+from echograph.ir.passes.fuse import KernelRegion, fuse_regions
 from echograph.ir.passes.model import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD, count_job_flops
 from echograph.ir.types import (
     ANY_HOST,
@@ -245,7 +246,7 @@ def lower_job(
         role = " ".join(f"{axis}={at}" for axis, at in place.items()) or "every rank"
         builder.program(lowering.calls(begin), role=role, coordinates=place, held=run.recorder.held)
         regions += lowering.regions
-        seconds |= dict.fromkeys(lowering.filled, 0.0)
+        seconds |= dict.fromkeys(lowering.beside, 0.0)
     job = builder.build(JobGraph)
     job = job if host is None else _of_host(job, host.name, seconds)
     return fuse_regions(job, regions) if any(regions) else job
@@ -277,7 +278,7 @@ class _Rank(GraphLowering):
 
     Attributes:
         regions: of each operation, the one that it is of.
-        filled: operations that write memory before its use, kernels behind what asked for it.
+        beside: operations that a call launches beside its own kernel.
     """
 
     def __init__(self, builder: GraphBuilder, run: ScriptRun, mesh: Mapping[str, int]) -> None:
@@ -294,7 +295,7 @@ class _Rank(GraphLowering):
         self._parts_outliving = {node.args for node in self._outliving if is_getitem(node)}
         self._lives_on = False
         self.regions: list[KernelRegion | None] = []
-        self.filled: list[int] = []
+        self.beside: list[int] = []
         self._deterministic, self._fills = run.recorder.deterministic, run.recorder.fills
         self._sharded: dict[int, tuple[str, ...]] = {}
         self._divided = self._of_names(run.recorder.graph)
@@ -361,8 +362,9 @@ class _Rank(GraphLowering):
             self._communicate(node)
         else:
             super().add(node)
-        if self._fills and node.target not in _WAITS and (size := _asked_for(node)):
-            self._fill(node, size)
+        if node.target not in _WAITS and COMMUNICATION not in node.meta:
+            for launch in beside(node, self._deterministic, self._fills):
+                self._launch(node, launch)
         self.regions += [node.meta.get(REGION)] * (self.builder.op_count() - before)
         if self.builder.op_count() > before:
             micro_batch = node.meta.get(MICRO_BATCH) or 0
@@ -430,12 +432,15 @@ class _Rank(GraphLowering):
         stream = self.builder.stream(node.meta.get(STREAM) or "compute")
         return {"deps": sorted(deps.union(self.earlier_writes(inputs))), "stream": stream}
 
-    def _fill(self, node: Node, size: int) -> None:
-        """Memory is written once before its use."""
+    def _launch(self, node: Node, launch: Launch) -> None:
+        """A kernel beside the one of a call."""
         phase, module = PHASES[node.meta[PHASE]], node.meta[MODULE]
         stream = self.builder.stream(node.meta.get(STREAM) or "compute")
-        row = self.builder.compute("aten.fill_", phase=phase, module=module, stream=stream, bytes_written=size)
-        self.filled.append(row)
+        row = self.builder.compute(
+            launch.operator, phase=phase, module=module, stream=stream, bytes_read=launch.bytes_read,
+            bytes_written=launch.bytes_written, durations=self._issued,
+        )  # fmt: skip
+        self.beside.append(row)
 
     # -- communication ---------------------------------------------------------------------------------------
 
@@ -593,25 +598,6 @@ def _outliving(graph: Graph, root: Mapping[Node, Node]) -> set[Node]:
 
 
 _WAITS = (wait_for_value, wait_for_work)
-_ASKING = ("aten.native_layer_norm", "aten._fused_rms_norm", "aten._scaled_dot_product")
-
-
-def _asked_for(node: Node) -> int:
-    """Bytes that a call asks PyTorch for by `torch.empty`, itself or in its kernel's code.
-
-    PyTorch's products and elementwise kernels take memory past it; its norms and attention, and all that
-    Transformer Engine makes (pytorch/csrc/quantizer.cpp: create_tensor), do not.
-    """
-    if node.op != "call_function" or node.target in _WAITS or COMMUNICATION in node.meta:
-        return 0
-    if is_getitem(node) or is_view(node):
-        return 0
-    region = node.meta.get(REGION)
-    by_hand = region is not None and region.maker == FUSED
-    if not (is_allocation(node) or by_hand or qualified_name(node).startswith(_ASKING)) or is_in_place(node):
-        return 0
-    values = node.meta[VAL] if isinstance(node.meta[VAL], tuple) else (node.meta[VAL],)
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, Tensor))
 
 
 def _shown(ranks: Sequence[int]) -> str:
