@@ -459,9 +459,9 @@ def balanced(note: Callable[[str], None]) -> tuple[Patch, ...]:
 
 
 _SWEEPS = 4
-"""Of Sinkhorn's algorithm: what it takes for a new router of 4 experts in 10 of 12 layers of 512 with random weights
-(an initial 0.02) and 1,024 tokens that are as frequent as words; in two layers three. Logits of such a router differ
-between experts in their means, by what their layer's tokens have in common: normal ones without that take three."""
+"""Of Sinkhorn's algorithm: what it takes for a new router of 4 experts in 10 of 12 layers of 512 with random
+weights (an initial 0.02) and 1,024 tokens that are as frequent as words; in two layers three. Logits of such a
+router differ between experts in their means, by what their layer's tokens have in common."""
 
 
 class _Sweeping(TorchFunctionMode):

@@ -1,10 +1,10 @@
 """What an operator of PyTorch launches on a device beside the kernel that it stands for.
 
 A graph has a row an operator. Some launch several kernels, each of which the host issues: what they ask for is
-written before its use where deterministic algorithms are on, additions by index are sorted first where they have an
-order, what is returned changed is copied first. All of it as PyTorch's own sources say (aten/src/ATen/native:
-TensorFactories.cpp, TensorAdvancedIndexing.cpp, ReduceOps.cpp; of cuda/ TensorFactories.cu, Indexing.cu, Dropout.cu,
-TensorTopK.cu, Nonzero.cu).
+written before its use where deterministic algorithms are on, additions by index are sorted first where they have
+an order, what is returned changed is copied first. All of it as PyTorch's own sources say (aten/src/ATen/native:
+TensorFactories.cpp, TensorAdvancedIndexing.cpp, ReduceOps.cpp; of cuda/ TensorFactories.cu, Indexing.cu,
+Dropout.cu, TensorTopK.cu, Nonzero.cu).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def beside(node: Node, in_order: bool, fills: bool) -> Iterator[Launch]:
 def _asks(node: Node) -> bool:
     """Whether PyTorch's `torch.empty` makes the results, as it does all that Transformer Engine makes.
 
-    That is in its pytorch/csrc/quantizer.cpp (create_tensor); of a kernel that others stand in for, what leaves it.
+    That is in its pytorch/csrc/quantizer.cpp (create_tensor). Of a kernel of its, what leaves the region.
     """
     if is_in_place(node) or node.meta.get(COPY) is CopyDirection.DEVICE_TO_HOST:
         return False
