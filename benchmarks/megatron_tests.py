@@ -11,6 +11,10 @@ Each set of arguments is captured once, by `echoc capture megatron`, and simulat
 measurement. Results stay in the folder of results, a file a set: a second call goes on where the first was
 stopped, `--again failed` tries those anew that failed, `--again simulations` simulates anew what is captured,
 `--again all` does all. `--page docs/accuracy.md` writes the page's part (`benchmarks.megatron_page`).
+
+With `--history CLONE`, a clone that has its history, a test's arguments are those that it was measured with, which
+are not all those of the checkout, and its results say when that was, and what else it took
+(`benchmarks.megatron_history`).
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.megatron_history import Known, history
 from benchmarks.megatron_page import errors_table, judged, write_page
 
 Record = dict[str, Any]
@@ -82,7 +87,7 @@ class Test:
         arguments: of the script, as given.
         environment: variables that the test sets.
         gpus: ranks.
-        measured: lines of the table.
+        measured: lines of the table; "runs" is what else is known: dates and seconds, oldest first.
     """
 
     name: str
@@ -91,7 +96,7 @@ class Test:
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     gpus: int
-    measured: tuple[Mapping[str, str], ...]
+    measured: tuple[Mapping[str, Any], ...]
 
     @property
     def key(self) -> str:
@@ -100,26 +105,34 @@ class Test:
         return f"{self.name.replace('/', '.')}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
 
 
-def tests_of(table: Path, folder: Path) -> list[Test]:
-    """The training tests of a table with a number of GPUs and arguments, those with the same ones together."""
-    found: dict[str, list[Mapping[str, str]]] = {}
+def tests_of(table: Path, folder: Path, known: Mapping[str, Known] | None = None) -> list[Test]:
+    """The training tests of a table with a number of GPUs and arguments, those with the same ones together.
+
+    Args:
+        table: the measurements.
+        folder: the checkout.
+        known: by files of times, when and with which arguments they were measured.
+    """
+    found: dict[str, list[Mapping[str, Any]]] = {}
     sets: dict[str, Any] = {}
     with table.open(newline="") as lines:
         for row in csv.DictReader(lines):
             if row["kind"] != "training" or not row["gpus"]:
                 continue
-            written = _written(folder, row)
+            known_of = (known or {}).get(row["source"].partition(":")[2], Known(None, ()))
+            written = known_of.arguments or _written(folder, row)
             if not written:
                 continue  # a test that is there no longer, of which nobody says how it ran
             environment = {k: str(v) for k, v in json.loads(row["env"]).items() if _CHOOSES.match(k)}
             made = (row["script"], tuple(_arguments(written)), environment, int(row["gpus"]))
             key = json.dumps(made)
             sets[key] = made
-            found.setdefault(key, []).append(row)
+            runs = [(run.date, run.seconds) for run in known_of.runs]
+            found.setdefault(key, []).append({**row, "runs": runs})
     return [_test(sets[key], rows) for key, rows in found.items()]
 
 
-def _test(made: Any, rows: Sequence[Mapping[str, str]]) -> Test:
+def _test(made: Any, rows: Sequence[Mapping[str, Any]]) -> Test:
     script, arguments, environment, gpus = made
     names = tuple(dict.fromkeys(row["id"].partition("@")[0] for row in rows))
     return Test(
@@ -151,6 +164,21 @@ def _arguments(written: Mapping[str, Any]) -> Iterator[str]:
             yield name
             yield from _words(name, value)
     yield from _vocabulary(written)
+
+
+def _told_apart(written: Mapping[str, Any]) -> list[str]:
+    """Arguments without the order in which a file has them, and what changes no time."""
+    named = {str(name): str(value) for name, value in written.items()}
+    return sorted(f"{n} {v}" for n, v in named.items() if not _FILES.fullmatch(n) and not _LOGGED.fullmatch(n))
+
+
+_LOGGED = re.compile("--(vocab-size|legacy-tokenizer|.*-iters|lr-.*|lr|min-lr|seed)")
+
+
+def _commit(table: Path) -> str:
+    """The commit whose files a table has."""
+    with table.open(newline="") as lines:
+        return next(csv.DictReader(lines))["source"].partition("@")[2].partition(":")[0]
 
 
 def _words(name: str, value: Any) -> list[str]:
@@ -306,7 +334,7 @@ def _simulated(test: Test, job: Path) -> list[dict[str, Any]]:
                 "predicted_peak_bytes": list(result.memory.programs.values())[-1],
                 "measured_rest_bytes": int(float(row["mem_allocated_bytes"] or 0)),
                 "predicted_rest_bytes": list(result.memory.at_rest.values())[-1],
-                "hidden_size": _hidden(test),
+                "hidden_size": _hidden(test), "runs": row["runs"],
             }
         )  # fmt: skip
     for row in rows:
@@ -368,6 +396,7 @@ def _options() -> argparse.Namespace:
         "--again", choices=("none", "failed", "simulations", "all"), default="none", help="what is run anew"
     )
     parser.add_argument("--page", type=Path, help="whose part is written, of all results in the folder")
+    parser.add_argument("--history", type=Path, metavar="CLONE", help="a clone of Megatron-LM with its history")
     parser.add_argument("--measure-host", action="store_true", help="as of the capture")
     parser.add_argument("--list", action="store_true", help="print the sets of arguments alone")
     return parser.parse_args()
@@ -377,7 +406,8 @@ def main() -> None:
     """Runs what has no result yet, and prints the whole."""
     options = _options()
     folder, results = options.folder.resolve(), options.results.resolve()
-    tests = [t for t in tests_of(options.table, folder) if any(fnmatch(n, options.only) for n in t.names)]
+    known = history(options.history, _commit(options.table), _told_apart) if options.history else None
+    tests = [t for t in tests_of(options.table, folder, known) if any(fnmatch(n, options.only) for n in t.names)]
     if options.list:
         for test in tests:
             print(test.key, test.script, test.gpus, *test.arguments)
