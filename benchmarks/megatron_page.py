@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.accuracy import BAND, ROOT, percent, replace_part, table
@@ -78,6 +78,7 @@ def page_part(records: Sequence[Mapping[str, Any]], folder: Path) -> str:
         f"\nTimes are judged of steady runs alone, of which 9 of 10 iterations took less than {STEADY} times the "
         f"shortest one; {with_all(rows)}. {of_fastest(records)}\n",
     ]
+    lines += of_years(rows)
     if failed:
         reasons = sorted({(record["name"], record["error"].removeprefix("echoc: ")) for record in failed})
         lines += ["\nNot captured:\n\n", table(("test", "why"), [(n, cell(why)) for n, why in reasons], left=2)]
@@ -145,6 +146,54 @@ def of_fastest(records: Iterable[Mapping[str, Any]]) -> str:
     return f"Against the fastest run of each set alone: {'; '.join(said)}." if said else ""
 
 
+def of_years(rows: Iterable[Row]) -> list[str]:
+    """Errors by the year of a measurement, and against the median of all that a test took in the last of them.
+
+    Nothing where it is not known when tests were measured.
+    """
+    dated = [row for row in steady(rows) if row.get("runs")]
+    if not dated:
+        return []
+    years = sorted({_year(row) for row in dated})
+    lines = []
+    for gpu in PLATFORMS:
+        for year in years:
+            found = [row for row in dated if row["gpu"] == gpu and _year(row) == year]
+            lines += [(gpu, year, f"{len(found):,}", *_timed(found))] if found else []
+        several = [
+            {**row, "measured_s": median(runs)}
+            for row in dated
+            if row["gpu"] == gpu and len(runs := [s for date, s in row["runs"] if date[:4] == years[-1]]) > 1
+        ]
+        if several:
+            lines.append((gpu, f"{years[-1]}, median of several", f"{len(several):,}", *_timed(several)))
+    told = table(("GPU", "measured in", "steady tests", "time: mean", "bias", "rank"), lines, left=2)
+    head = "\nBy when their times were measured, which are kept while losses do not change:\n\n"
+    return [head, told, _of_runs(dated, years[-1])]
+
+
+def _of_runs(rows: Sequence[Row], year: str) -> str:
+    """How far the measurements of one test in a year are apart."""
+    times = [[seconds for date, seconds in row["runs"] if date[:4] == year] for row in rows]
+    ratios = [max(seconds) / min(seconds) for seconds in times if len(seconds) > 1]
+    if not ratios:
+        return ""
+    return (
+        f"\nOf the {len(ratios):,} that were measured more than once in {year} with the same arguments, the "
+        f"slowest time is {median(ratios):.2f} times the fastest in the median, and {max(ratios):.2f} times at most.\n"
+    )
+
+
+def _year(row: Row) -> str:
+    return str(row["runs"][-1][0][:4])
+
+
+def _timed(rows: Sequence[Row]) -> tuple[str, str, str]:
+    """Mean error of times, bias and order."""
+    rank = rank_correlation([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows])
+    return (*mean_and_bias(errors(rows, "s")), f"{rank:.2f}")
+
+
 def steady(rows: Iterable[Row]) -> list[Row]:
     """Those whose times are judged."""
     return [row for row in rows if row["spread"] < STEADY]
@@ -177,8 +226,7 @@ def figures(rows: Sequence[Row]) -> tuple[str, ...]:
     """Of measurements: errors of time, their order, errors of the peak, and of what stays from step to step."""
     timed = steady(rows)
     times = errors(timed, "s")
-    rank = rank_correlation([row["predicted_s"] for row in timed], [row["measured_s"] for row in timed])
-    order = f"{rank:.2f}" if timed else ""
+    order = _timed(timed)[-1] if timed else ""
     peaks, rests = errors(rows, "peak_bytes"), errors(rows, "rest_bytes")
     worst = percent(max(peaks, key=abs), "+.1f") if peaks else ""
     return (f"{len(timed):,}", *mean_and_bias(times), order, *mean_and_bias(peaks), worst, *mean_and_bias(rests))
