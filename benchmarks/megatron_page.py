@@ -180,7 +180,7 @@ def _of_runs(rows: Sequence[Row], year: str) -> str:
         return ""
     return (
         f"\nOf the {len(ratios):,} that were measured more than once in {year} with the same arguments, the "
-        f"slowest time is {median(ratios):.2f} times the fastest in the median, and {max(ratios):.2f} times at most.\n"
+        f"slowest time is {median(ratios):.2f} times the fastest in the median, {max(ratios):.2f} times at most.\n"
     )
 
 
