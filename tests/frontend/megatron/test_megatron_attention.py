@@ -18,6 +18,7 @@ if find_spec("megatron") is None:
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from echograph.errors import CaptureError
 from echograph.frontend.megatron import apex, attention
@@ -41,6 +42,32 @@ def attended(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
     return scores.softmax(-1) @ value
+
+
+# -- where sequences begin --------------------------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "masks", "found"), [("padding", 1, 1), ("padding", 2, 2), ("causal", 1, 0)])
+def test_each_call_finds_out_where_padded_sequences_begin(kind: str, masks: int, found: int) -> None:
+    of_keys = torch.zeros(2, 1, 1, 8, dtype=torch.bool)
+    given = torch.randn(8, 2, 4, 16)
+    with Calls() as calls:
+        attention.DotProductAttention(attention_dropout=0.0)(
+            given, given, given, of_keys if masks == 1 else (of_keys, of_keys), attn_mask_type=kind
+        )
+    assert calls.names.count("cumsum") == calls.names.count("logical_not") == found
 
 
 # -- Apex's softmax -------------------------------------------------------------------------------------------
