@@ -48,7 +48,8 @@ def in_order() -> Iterator[None]:
 def called(run: Callable[..., Tensor], *others: Tensor) -> Node:
     """The last call of a function of a matrix, and of other tensors."""
     graph = make_fx(run, tracing_mode="fake")(torch.randn(16, 8), *others).graph
-    return [node for node in graph.nodes if node.op == "call_function"][-1]
+    calls: list[Node] = [node for node in graph.nodes if node.op == "call_function"]
+    return calls[-1]
 
 
 def fills(run: Run) -> int:
