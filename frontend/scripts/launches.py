@@ -43,7 +43,7 @@ class Launch(NamedTuple):
 _ASKING = frozenset(
     {
         # copies, of which others are made
-        "clone", "_to_copy", "masked_fill", "index_put", "index_add", "index_fill",
+        "clone", "_to_copy", "masked_fill", "index_put", "index_fill",
         # numbers from nothing
         "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like",
         "new_full", "arange",
@@ -126,7 +126,7 @@ def _kernels(node: Node, in_order: bool, fills: bool) -> Iterator[Launch]:
             # How many each block of a kernel finds, where each begins, and the indices themselves.
             yield Launch("aten.sum", given.numel(), _INDEX_BYTES)
             yield Launch("aten.cumsum", _INDEX_BYTES, _INDEX_BYTES)
-        case "index_add" if in_order and given is not None and given.dim() > 1:
+        case "index_add" if in_order and given is not None:
             added = _value(named["source"])
             yield Launch("aten.mul", *[tensor_bytes(added)] * 2)  # by `alpha`
             yield from _sorted([_value(named["index"])], given, named["dim"], fills, checked=True)

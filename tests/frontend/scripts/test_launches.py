@@ -89,6 +89,8 @@ def test_additions_by_index_are_sorted_where_they_have_an_order() -> None:
     assert found.count("aten.sort") == 3, "digits counted, added up, and one pass over 4 bits"
     assert {"aten.aminmax", "aten.remainder", "aten.arange"} <= set(found)
     assert launched(node, in_order=False) == []
+    added = called(lambda x, index: x.index_add(0, index, x), torch.arange(16))
+    assert launched(added, in_order=False) == ["aten.copy_"], "into memory that PyTorch makes past `torch.empty`"
 
 
 def test_gradients_of_an_index_are_sorted_always_and_not_checked() -> None:
