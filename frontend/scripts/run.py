@@ -92,6 +92,16 @@ class ScriptRun:
     meshes: list[dict[str, int]]
 
 
+@contextmanager
+def _algorithms_of_its_own() -> Iterator[None]:
+    """What a script sets of deterministic algorithms ends with it: it changes what the next one launches."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 def run_script(script: Script, world: World, adapter: Adapter, results: Results | None = None) -> ScriptRun:
     """Runs a script as a rank and records its step.
 
@@ -112,6 +122,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter = stack.enter_context
         enter(_as_main(script, adapter.launched(script.path, script.arguments, world)))
         enter(world.entered())
+        enter(_algorithms_of_its_own())
         mode = enter(fake_mode())
         recorder = (CountingRecorder if script.host is not None else ScriptRecorder)(
             mode, step=script.step, whole=script.whole, counts_optimizer_steps=adapter.counts_optimizer_steps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
@@ -112,3 +113,4 @@ def test_deterministic_algorithms_fill_memory_and_fix_an_order(tmp_path: Path, f
     orders = {value.deterministic for value in job.ops.attribute_values if isinstance(value, Attention)}
     assert orders == {fixed}
     assert ("aten.fill_" in names(job, Phase.FORWARD)) is fixed
+    assert not torch.are_deterministic_algorithms_enabled(), "the next script has its own"
