@@ -19,6 +19,7 @@ ANALYSES = Table(
     "analysis",
     {
         "temporal-breakdown": f"{_HERE}.temporal:temporal_breakdown",
+        "rank-times": f"{_HERE}.temporal:rank_times",
         "kernel-types": f"{_HERE}.kernels:kernel_types",
         "kernels": f"{_HERE}.kernels:kernel_breakdown",
         "kernel-durations": f"{_HERE}.kernels:kernel_durations",

@@ -170,6 +170,11 @@ SECTIONS = (
         analyses=("temporal-breakdown", "kernel-types"),
     ),
     Section(
+        title="Ranks",
+        text="What each rank's time is spent on: alone, beside one another, or nothing.",
+        analyses=("rank-times",),
+    ),
+    Section(
         title="Kernels",
         text="What runs on the devices, the costliest first, and how long single launches take.",
         analyses=("kernels", "kernel-durations"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "profiler" / "byteprofile"))
+sys.path += [str(Path(__file__).parents[1] / "profiler" / folder) for folder in ("", "byteprofile")]
 
 from profiled_jobs import (
     BW_A,
@@ -60,7 +60,7 @@ def test_stats(cli, worker: Path) -> None:
 
 def test_workbooks(cli, worker: Path) -> None:
     pytest.importorskip("xlsxwriter", reason="needs the [report] extra")
-    from test_byteprofile_statistics import sheets
+    from workbooks import sheets
 
     assert cli("echoprof", "stats", worker, "--sort", "--head", 1, "--xlsx", "s.xlsx").status == 0
     book = sheets(Path("s.xlsx"))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echograph.errors import UnknownNameError, UsageError
+from echograph.errors import EchoError, UnknownNameError, UsageError
 from echograph.ir.timeline import Timeline
 from echograph.progress import Progress, silent
 from echograph.simulator.result import Result
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from echograph.profiler.analyses.table import AnswerTable
     from echograph.profiler.traces import TraceSet
 
+_COMPARED = ("steps", "rank-times", "kernels", "communication", "call-stacks")
+# Rows of each table of two runs, where no analysis is named.
+_MOST = 12
 OVERVIEW = ("steps", "temporal-breakdown", "kernel-types", "overlap", "idle")
 """The analyses that together say where the time goes."""
 
@@ -147,8 +150,64 @@ def read_folder(
     )
 
 
+def answers(
+    traces: TraceSet, name: str, options: Mapping[str, Any], against: TraceSet | None = None
+) -> dict[str, AnswerTable]:
+    """The answer of one analysis, or of those that say most, by name.
+
+    Args:
+        traces: the traces.
+        name: name of the analysis; "": an overview.
+        options: options of the analysis, by name.
+        against: another run, beside which each answer is put; of an overview, the first rows.
+
+    Raises:
+        EchoError: as the analysis, or it has no two runs side by side.
+    """
+    from echograph.profiler.analyses import ANALYSES
+    from echograph.profiler.analyses.against import side_by_side
+
+    if against is None:
+        asked = {name: options} if name else {each: {} for each in OVERVIEW}
+        return {each: ANALYSES[each](traces, **chosen) for each, chosen in asked.items()}
+    if name:
+        return {name: side_by_side(name, traces, against, **options)}
+    return {each: side_by_side(each, traces, against).first(_MOST, each) for each in _COMPARED}
+
+
+def every_answer(
+    traces: TraceSet, against: TraceSet | None = None, say: Progress = silent
+) -> dict[str, AnswerTable]:
+    """What every analysis answers, or every one that has two runs side by side; for a workbook.
+
+    An analysis that cannot be made of these traces is a table without columns, whose note says why.
+
+    Args:
+        traces: the traces.
+        against: another run, beside which each answer is put.
+        say: told what is being analysed.
+    """
+    from echograph.profiler.analyses import ANALYSES
+    from echograph.profiler.analyses.against import COMPARED
+    from echograph.profiler.analyses.table import AnswerTable
+
+    found: dict[str, AnswerTable] = {}
+    for name in ANALYSES if against is None else COMPARED:
+        say(f"analysing {name}")
+        try:
+            found |= answers(traces, name, {}, against)
+        except EchoError as error:
+            found[name] = AnswerTable(columns={}, notes=(str(error),))
+    return found
+
+
 def analysis_page(
-    traces: TraceSet, folder: str, name: str, options: Mapping[str, Any], say: Progress = silent
+    traces: TraceSet,
+    folder: str,
+    name: str,
+    options: Mapping[str, Any],
+    against: tuple[str, TraceSet] | None = None,
+    say: Progress = silent,
 ) -> str:
     """One analysis of traces with its plot as an HTML page, or the whole picture.
 
@@ -157,11 +216,17 @@ def analysis_page(
         folder: what they are called on the page.
         name: name of the analysis; "": the whole picture.
         options: options of the analysis, by name.
+        against: another run and what it is called, beside which the page puts the traces.
         say: told how far it is.
     """
     from echograph.profiler.analyses import ANALYSES
+    from echograph.profiler.page.comparison import comparison
     from echograph.profiler.page.report import page_of, report
 
+    if against is not None:
+        other, compared = against
+        names, chosen = ([name], {name: options}) if name else (None, {})
+        return comparison(traces, compared, f"{folder} against {other}", names, chosen, say)
     if name:
         return page_of(name, ANALYSES[name](traces, **options), f"{name} of {folder}")
     return report(traces, f"Traces of {folder}", say)
