@@ -92,8 +92,8 @@ class _Use:
 
 _USES = (
     "name", "library", "group", "group_size", "traced_ranks", "bytes", "dtype", "count", "sum(us)", "mean(us)",
-    "min(us)", "max(us)", "algorithm_bandwidth(GB/s)", "bus_bandwidth(GB/s)", "mean_wait(us)", "last_rank", "predicted(us)",
-    "excess(us)",
+    "min(us)", "max(us)", "algorithm_bandwidth(GB/s)", "bus_bandwidth(GB/s)", "mean_wait(us)", "last_rank",
+    "predicted(us)", "excess(us)",
 )  # fmt: skip
 
 
