@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from echograph.errors import DataError, EchoError, InputError, MissingExtraError, UnknownNameError, UsageError
 from echograph.profiler.traces import cache
 from echograph.profiler.traces.events import EventStream
@@ -64,7 +66,6 @@ _BESIDE = (
     ),
     (re.compile(rb"\s*\[\s*\["), "a memory timeline", "memory-categories"),
 )
-_PROCESS = re.compile(r"[0-9]{1,18}$")
 ENGINES = ("local", "ray")
 _ENDINGS = (".json", ".json.gz", ".gz")
 # Below this, in bytes on disk, starting processes costs more than they save.
@@ -187,13 +188,13 @@ def trace_of_each_rank(trace: Trace) -> Iterator[Trace]:
     if ranks is None:
         yield trace
         return
-    named = isinstance(ranks, dict) and all(
-        _PROCESS.match(p) and type(r) is int and r >= 0 for p, r in ranks.items()
-    )
-    if not named:
-        raise DataError(f'{trace.path}: processRanks: give the rank of each process by its number, as {{"0": 8}}')
-    for process, rank in ranks.items():
-        yield dataclasses.replace(trace.rows(trace.pid == int(process)), rank=rank)
+    if not isinstance(ranks, dict) or not all(type(rank) is int and rank >= 0 for rank in ranks.values()):
+        raise DataError(f'{trace.path}: processRanks: give the rank of each process, as {{"0": 8}}')
+    processes = np.unique(trace.pid).tolist()
+    of_process = {pid: ranks.get(str(trace.process(pid))) for pid in processes}
+    for rank in dict.fromkeys(ranks.values()):
+        own = [pid for pid, of in of_process.items() if of == rank]
+        yield dataclasses.replace(trace.rows(np.isin(trace.pid, own)), rank=rank)
 
 
 def _read(files: list[Path], workers: int, engine: str, say: Progress) -> Iterator[Trace]:
