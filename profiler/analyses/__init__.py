@@ -44,6 +44,8 @@ ANALYSES = Table(
         "call-stacks": f"{_HERE}.call_times:call_times",
         "counters": f"{_HERE}.counters:counters",
         "memory-timeline": f"{_HERE}.memory:memory_timeline",
+        "memory-peaks": f"{_HERE}.memory:memory_peaks",
+        "memory-holders": f"{_HERE}.memory:memory_holders",
         "memory-categories": f"{_HERE}.memory:memory_categories",
         "execution-trace": f"{_HERE}.execution_trace:execution_trace",
         "hardware-counters": f"{_HERE}.hardware_counters:hardware_counters",

@@ -272,6 +272,8 @@ PLOTS: Mapping[str, Plot] = {
     "call-stacks": Bars(label=["name"], value="self_time(us)", largest=True),
     "counters": Lines(x="ts", y="value", by=["rank", "counter"]),
     "memory-timeline": Lines(x="ts", y="allocated_bytes", by=["rank", "device"], unit="bytes"),
+    "memory-peaks": Bars(label=["rank", "device", "quantity"], value="measured_bytes", unit="bytes"),
+    "memory-holders": Bars(label=["place"], value="bytes", unit="bytes", largest=True),
     "memory-categories": ColumnLines(x="ts", ys=CATEGORIES, unit="bytes"),
     "execution-trace": Bars(label=["et_node_name"], value="dur", largest=True),
     "hardware-counters": Points(

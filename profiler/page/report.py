@@ -152,6 +152,7 @@ class Section:
         text: what it shows.
         analyses: whose tables and plots are in it.
         options: of each analysis, where they are not its own.
+        of: the format whose traces alone it is about; empty: all.
         reads_file: whether its analyses read the files once more, which takes minutes where these are large.
     """
 
@@ -160,6 +161,7 @@ class Section:
     analyses: tuple[str, ...]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reads_file: bool = False
+    of: str = ""
 
 
 SECTIONS = (
@@ -210,7 +212,13 @@ SECTIONS = (
     Section(
         title="Memory",
         text="The bandwidth of copies and sets, and what the allocator holds where the profile says it.",
-        analyses=("memory-bandwidth", "memory-bandwidth-summary", "memory-timeline"),
+        analyses=("memory-bandwidth", "memory-bandwidth-summary", "memory-timeline", "memory-peaks"),
+    ),
+    Section(
+        title="What held memory",
+        text="What was alive when most was allocated, by the line that allocated it: of memory snapshots.",
+        analyses=("memory-holders",),
+        of="a memory snapshot of PyTorch",
     ),
     Section(
         title="Critical path",
@@ -258,7 +266,10 @@ def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
     graphs = dict(_graphs(traces, missing))
     answers: dict[str, AnswerTable] = {}
     large = max(map(len, traces.values())) > _MOST_EVENTS
+    formats = {trace.header.get("format", "") for trace in traces.values()}
     for section in SECTIONS:
+        if section.of and section.of not in formats:
+            continue
         if large and section.reads_file:
             missing.append(
                 f"{' and '.join(section.analyses)}: the traces are too large for this page: ask by name"

@@ -129,6 +129,12 @@ def rank_in(header: dict[str, Any], path: Path) -> int | None:
     return rank
 
 
+def rank_of_name(path: Path) -> int:
+    """The rank in the name of a file ("rank3", "worker_3"), or 0."""
+    named = _RANK_IN_NAME.search(path.name)
+    return int(named[1]) if named else 0
+
+
 def _read(path: Path, event: type[TraceEvent], say: Progress) -> Trace:
     stream = EventStream(path, event)
     columns = _Columns(event)
@@ -139,8 +145,7 @@ def _read(path: Path, event: type[TraceEvent], say: Progress) -> Trace:
     size = job.get("world_size") if isinstance(job, dict) else None
     rank = rank_in(stream.header, path)
     if rank is None:
-        named = _RANK_IN_NAME.search(path.name)
-        rank = int(named[1]) if named else 0
+        rank = rank_of_name(path)
     header = dict(stream.header)
     notes = [*stream.notes, *columns.open.notes(path)]
     if "processRanks" not in header and (merged := columns.merged):

@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echograph.errors import EchoError, UnknownNameError, UsageError
+from echograph.errors import DataError, EchoError, UnknownNameError, UsageError
 from echograph.ir.timeline import Timeline
 from echograph.progress import Progress, silent
 from echograph.simulator.result import Result
 
 if TYPE_CHECKING:
     from echograph.profiler.analyses.collective_times import Fabric
+    from echograph.profiler.analyses.memory import PredictedMemory
     from echograph.profiler.analyses.table import AnswerTable
     from echograph.profiler.traces import TraceSet
 
@@ -64,6 +65,8 @@ def analyze(
             raise UnknownNameError(f"option of {name}", key, known)
     if isinstance(options.get("cluster"), str):
         options["cluster"] = fabric_of(options["cluster"])
+    if isinstance(options.get("predicted"), str | Path):
+        options["predicted"] = predicted_memory(Path(options["predicted"]))
     found: AnswerTable = analysis(_traces(what, ranks, last_step, say), **options)
     return found
 
@@ -86,6 +89,22 @@ def fabric_of(cluster: str) -> Fabric:
         return collective_time(name, nbytes, where.place(ranks), where).seconds
 
     return seconds
+
+
+def predicted_memory(path: Path) -> PredictedMemory:
+    """What a result of `echosim run` says of a rank's memory.
+
+    Raises:
+        InputError: the file cannot be read, or is no result.
+        DataError: memory was not worked out in it.
+    """
+    from echograph.profiler.analyses.memory import PredictedMemory
+    from echograph.workflow.compare import read_result
+
+    memory = read_result(path)["memory"]
+    if memory is None:
+        raise DataError(f"{path}: says nothing of memory: its graph has no tensors")
+    return PredictedMemory(memory["peak_bytes"], memory.get("reserved_bytes"))
 
 
 def _traces(
@@ -237,6 +256,9 @@ def write_copy(traces: TraceSet, name: str, output: Path, options: Mapping[str, 
     from echograph.ir.files import write_whole
     from echograph.profiler.analyses import COPIES
 
+    for trace in traces.values():
+        if not trace.has_file:
+            raise UsageError(f"{trace.path}: {trace.header.get('format')}: only PyTorch's JSON has a copy")
     parts: Iterable[bytes] = COPIES[name](traces, **options)
     write_whole(output, _gzipped(parts) if output.suffix == ".gz" else parts)
 
@@ -271,6 +293,7 @@ def parse_options(name: str, given: Iterable[str], read: Callable[[Path], TraceS
 
     from echograph.profiler.analyses import ANALYSES
     from echograph.profiler.analyses.collective_times import Fabric
+    from echograph.profiler.analyses.memory import PredictedMemory
     from echograph.profiler.traces import TraceSet
 
     analysis = ANALYSES[name]
@@ -284,6 +307,9 @@ def parse_options(name: str, given: Iterable[str], read: Callable[[Path], TraceS
             raise UnknownNameError(f"option of {name}", key, known)
         if types[key] == TraceSet | None:
             options[key] = read(Path(value))
+            continue
+        if types[key] == PredictedMemory | None:
+            options[key] = predicted_memory(Path(value))
             continue
         if types[key] == Fabric | None:
             options[key] = fabric_of(value)
