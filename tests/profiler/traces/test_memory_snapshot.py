@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
-import pickle
+import pickle  # noqa: TID251 - the format is a pickle
 from pathlib import Path
 from typing import Any
 
