@@ -51,7 +51,7 @@ class Entry(msgspec.Struct, gc=False):
     frames: list[Frame] = []
 
 
-class Block(msgspec.Struct, gc=False):
+class SnapshotBlock(msgspec.Struct, gc=False):
     """A piece of a segment."""
 
     size: int
@@ -61,18 +61,18 @@ class Block(msgspec.Struct, gc=False):
     frames: list[Frame] = []
 
 
-class Segment(msgspec.Struct, gc=False):
+class SnapshotSegment(msgspec.Struct, gc=False):
     """What the allocator has of a device in one piece."""
 
     total_size: int
-    blocks: list[Block]
+    blocks: list[SnapshotBlock]
     device: int = 0
 
 
 class Snapshot(msgspec.Struct, gc=False):
     """What the file holds, as far as it is read."""
 
-    segments: list[Segment]
+    segments: list[SnapshotSegment]
     device_traces: list[list[Entry]] = []
 
 
@@ -172,7 +172,7 @@ def devices(snapshot: Snapshot) -> Iterator[DeviceMemory]:
             yield _device(device, entries, segments)
 
 
-def _device(device: int, entries: list[Entry], segments: list[Segment]) -> DeviceMemory:
+def _device(device: int, entries: list[Entry], segments: list[SnapshotSegment]) -> DeviceMemory:
     """The history is cut off at its begin, if anywhere: levels count back from what is held at its end."""
     held = [block for segment in segments for block in segment.blocks if block.state == "active_allocated"]
     tensors, reserved = (_signed(entries, signs) for signs in (_TENSORS, _DEVICE))
@@ -197,7 +197,7 @@ def _device(device: int, entries: list[Entry], segments: list[Segment]) -> Devic
     )
 
 
-def _alive(entries: list[Entry], held: list[Block], peak: int) -> list[tuple[int, list[Frame]]]:
+def _alive(entries: list[Entry], held: list[SnapshotBlock], peak: int) -> list[tuple[int, list[Frame]]]:
     """What is alive after the entry of the peak: what is held at the end, with all that followed undone."""
     alive = {block.address: (_rounded(_requested(block)), block.frames) for block in held}
     for entry in reversed(entries[peak + 1 :]):
@@ -219,7 +219,7 @@ def _signed(entries: list[Entry], signs: dict[str, int]) -> Int64:
     return np.fromiter(found, np.int64, len(entries))
 
 
-def _requested(block: Block) -> int:
+def _requested(block: SnapshotBlock) -> int:
     return block.size if block.requested_size is None else block.requested_size
 
 
