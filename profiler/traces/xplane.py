@@ -37,9 +37,9 @@ _EPOCH_NS = 10**17
 def read_xplane(path: Path, say: Progress = silent) -> Trace:
     """The kernels, copies, calls, operators of the host and steps of a file.
 
-    Where several devices ran something, each is a rank (`processRanks`), with the calls that launched it;
-    Where several devices ran something, each is a rank (`processRanks`), with the calls that launched it; what else
+    Where several devices ran something, each is a rank (`processRanks`) with the calls that launched it; what else
     the host did is of the first. Steps are those of `jax.profiler.StepTraceAnnotation`, or of the device.
+
     Args:
         path: the file, gzipped or not.
         say: told how far the reading is.
