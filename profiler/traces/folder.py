@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import multiprocessing
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 from echograph.errors import DataError, EchoError, InputError, MissingExtraError, UnknownNameError, UsageError
 from echograph.profiler.traces import cache
 from echograph.profiler.traces.events import EventStream
-from echograph.profiler.traces.formats import format_of, head_of, read_any
+from echograph.profiler.traces.formats import format_of, head_of, read_any, what_else
 from echograph.profiler.traces.kineto import rank_in
 from echograph.profiler.traces.relations import complete_steps
 from echograph.profiler.traces.trace import Trace, TraceSet
@@ -57,15 +56,6 @@ def _attempt(file: Path) -> Trace | EchoError:
         return error
 
 
-# What lies beside profiles, by how it begins, and the analysis that reads it.
-_BESIDE = (
-    (
-        re.compile(rb'\s*\{(?!.*"traceEvents").*"nodes"\s*:\s*\[', re.DOTALL),
-        "an execution trace",
-        "execution-trace",
-    ),
-    (re.compile(rb"\s*\[\s*\["), "a memory timeline", "memory-categories"),
-)
 ENGINES = ("local", "ray")
 _ENDINGS = (".json", ".gz", ".sqlite", ".xplane.pb", ".pickle", ".pkl")
 _SNAPSHOT = "a memory snapshot of PyTorch"
@@ -169,16 +159,13 @@ def profiles(files: list[Path]) -> tuple[list[Path], list[str]]:
     kept, notes, snapshots = [], [], []
     for file in files:
         head = head_of(file)
-        known = next(((what, name) for pattern, what, name in _BESIDE if pattern.match(head)), None)
-        other = format_of(head)
+        other, beside = format_of(head), what_else(head)
         if other is not None and other.name == _SNAPSHOT:
             snapshots.append(file)
-        elif known is None:
+        elif beside is None:
             kept.append(file)
         else:
-            notes.append(
-                f"{file}: {known[0]}, no profile: the analysis {known[1]} reads it with --option file=..."
-            )
+            notes.append(f"{file}: {beside}")
     if not kept and snapshots:
         return snapshots, notes
     notes += [f"{file}: {_SNAPSHOT}, no profile: name it alone" for file in snapshots]

@@ -42,6 +42,16 @@ FORMATS = (
         "an XPlane of XLA", re.compile(rb"\x0a[\x80-\xff]{0,9}[\x00-\x7f][\x08\x12\x1a]"), "xplane:read_xplane"
     ),
 )
+# What is no trace, by how it begins, and what to do with it.
+_READ_BY = "no profile: the analysis {} reads it with --option file=..."
+_BESIDE = (
+    (
+        re.compile(rb'\s*\{(?!.*"traceEvents").*"nodes"\s*:\s*\[', re.DOTALL),
+        f"an execution trace, {_READ_BY.format('execution-trace')}",
+    ),
+    (re.compile(rb"\s*\[\s*\["), f"a memory timeline, {_READ_BY.format('memory-categories')}"),
+    (re.compile(rb".{257}ustar", re.DOTALL), "a tar archive: unpack it"),
+)
 # What cannot be read, by its ending, and what to do.
 _HINTS = {
     ".nsys-rep": "export it first: nsys export --type sqlite",
@@ -70,6 +80,11 @@ def format_of(head: bytes) -> TraceFormat | None:
     return next((known for known in FORMATS if known.begins.match(head)), None)
 
 
+def what_else(head: bytes) -> str | None:
+    """What a file that begins so is, if that is known to be no trace, and what to do with it."""
+    return next((line for pattern, line in _BESIDE if pattern.match(head)), None)
+
+
 def read_any(path: Path, say: Progress = silent) -> Trace:
     """The trace in a file of any format.
 
@@ -83,7 +98,10 @@ def read_any(path: Path, say: Progress = silent) -> Trace:
     """
     if (hint := _HINTS.get(path.suffix.lower())) is not None and path.is_file():
         raise DataError(f"{path}: {hint}")
-    known = format_of(head_of(path))
+    head = head_of(path)
+    known = format_of(head)
+    if known is None and (beside := what_else(head)) is not None:
+        raise DataError(f"{path}: {beside}")
     module, _, function = (_DEFAULT if known is None else known.reader).partition(":")
     reader: Reader = getattr(import_module(f"echograph.profiler.traces.{module}"), function)
     return reader(path, say)
