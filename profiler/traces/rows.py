@@ -37,6 +37,9 @@ class TraceRows:
         self._base_ps: int | None = None
         self._left_out = 0
 
+    def __len__(self) -> int:
+        return self._count
+
     def code(self, text: str) -> int:
         """The number of a text."""
         return self._codes.setdefault(text, len(self._codes))
