@@ -16,6 +16,7 @@ from echograph.profiler.traces import cache
 from echograph.profiler.traces.events import EventStream
 from echograph.profiler.traces.formats import format_of, head_of, read_any, what_else
 from echograph.profiler.traces.kineto import rank_in
+from echograph.profiler.traces.memory_snapshot import WHAT as SNAPSHOT
 from echograph.profiler.traces.relations import complete_steps
 from echograph.profiler.traces.trace import Trace, TraceSet
 from echograph.progress import Progress, silent
@@ -58,7 +59,6 @@ def _attempt(file: Path) -> Trace | EchoError:
 
 ENGINES = ("local", "ray")
 _ENDINGS = (".json", ".gz", ".sqlite", ".xplane.pb", ".pickle", ".pkl")
-_SNAPSHOT = "a memory snapshot of PyTorch"
 # Below this, in bytes on disk, starting processes costs more than they save.
 _PARALLEL_BYTES = 4 << 20
 
@@ -160,7 +160,7 @@ def profiles(files: list[Path]) -> tuple[list[Path], list[str]]:
     for file in files:
         head = head_of(file)
         other, beside = format_of(head), what_else(head)
-        if other is not None and other.name == _SNAPSHOT:
+        if other is not None and other.name == SNAPSHOT:
             snapshots.append(file)
         elif beside is None:
             kept.append(file)
@@ -168,7 +168,7 @@ def profiles(files: list[Path]) -> tuple[list[Path], list[str]]:
             notes.append(f"{file}: {beside}")
     if not kept and snapshots:
         return snapshots, notes
-    notes += [f"{file}: {_SNAPSHOT}, no profile: name it alone" for file in snapshots]
+    notes += [f"{file}: {SNAPSHOT}, no profile: name it alone" for file in snapshots]
     if not kept:
         raise InputError(f"{files[0].parent}: no trace in it, but {notes[0].partition(': ')[2].partition(',')[0]}")
     return kept, notes

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from echograph.errors import DataError, InputError
 from echograph.profiler.analyses import ANALYSES
 from echograph.profiler.analyses.memory import PredictedMemory
+from echograph.profiler.page.report import report
 from echograph.profiler.traces import read_traces
 
 MB = 2**20
@@ -162,6 +163,13 @@ def test_beside_profiles_a_snapshot_is_left_out(tmp_path: Path) -> None:
     traces = read_traces(tmp_path)
     assert traces[0].path.endswith("rank0.json")
     assert any("memory.pickle: a memory snapshot of PyTorch, no profile: name it alone" in n for n in traces.notes)
+
+
+def test_its_page_has_what_a_snapshot_answers(tmp_path: Path) -> None:
+    text = report(read_traces(written(tmp_path / "a.pickle", snapshot())), "memory")
+    assert "<h3>memory-timeline</h3>" in text and "<h3>memory-holders</h3>" in text
+    # Nothing ran, and nothing is missing for that.
+    assert "nothing ran on a device" not in text and "Timeline" not in text and "events" not in text
 
 
 DATA = pickle.dumps(snapshot())
