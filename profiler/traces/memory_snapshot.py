@@ -1,17 +1,14 @@
 """What PyTorch's allocator did and held, from the snapshot that `torch.cuda.memory._dump_snapshot` pickles.
 
-A snapshot is made of lists, dicts, texts and numbers alone, so the reader makes nothing else of it: a pickle that
-names a class or a function is refused before anything of it is imported or called.
+A snapshot is made of plain values alone; a pickle that has anything else is refused (`ir.plain_pickle`).
 """
 
 from __future__ import annotations
 
-import io
-import pickle  # noqa: TID251 - of builtin types alone: whatever names a class is refused (`_NoClasses`)
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,6 +16,7 @@ import numpy as np
 from echograph.errors import DataError
 from echograph.ir.columns import Int64
 from echograph.ir.files import read_unpacked
+from echograph.ir.plain_pickle import plain_pickle
 from echograph.profiler.traces.kineto import rank_of_name
 from echograph.profiler.traces.rows import TraceRows
 from echograph.profiler.traces.trace import Trace
@@ -103,16 +101,6 @@ class DeviceMemory:
     out_of_memory: int
 
 
-class _NoClasses(pickle.Unpickler):
-    """Makes lists, dicts, texts and numbers, and nothing that would have to be called."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, and a snapshot has no classes")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to what is outside of it")
-
-
 def read_memory(path: Path, say: Progress = silent) -> Trace:
     """A snapshot as the trace of a rank: nothing ran in it, but memory was taken and given back.
 
@@ -149,17 +137,10 @@ def read_snapshot(path: Path) -> Snapshot:
     """
     data = read_unpacked(path, "give the file of torch.cuda.memory._dump_snapshot", MAX_BYTES)
     try:
-        found = _NoClasses(io.BytesIO(data)).load()
-        # Whatever a pickle is made of may come in any shape.
-        return msgspec.convert(found, Snapshot)
-    except msgspec.ValidationError as error:
-        why = str(error)
-    except EOFError:
-        why = "it is cut off"
-    except Exception as error:
-        # A broken pickle raises whatever its opcodes run into.
-        why = f"{type(error).__name__}: {error}"
-    raise DataError(f"{path}: no memory snapshot of PyTorch: {' '.join(why.split())[:200]}") from None
+        return msgspec.convert(plain_pickle(data), Snapshot)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise DataError(f"{path}: no memory snapshot of PyTorch, or cut off: {why}") from None
 
 
 def devices(snapshot: Snapshot) -> Iterator[DeviceMemory]:

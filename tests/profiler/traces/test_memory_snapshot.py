@@ -135,7 +135,7 @@ class Harm:
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_nothing_is_executed(protocol: int, tmp_path: Path) -> None:
     path = written(tmp_path / "a.pickle", snapshot(segments=[Harm(tmp_path / "harm")]), protocol)
-    with pytest.raises(DataError, match=r"no memory snapshot of PyTorch: .*mkdir, and a snapshot has no classes"):
+    with pytest.raises(DataError, match=r"a pickle with (GLOBAL|STACK_GLOBAL), which plain values do not have"):
         read_traces(path)
     assert not (tmp_path / "harm").exists()
 
@@ -144,10 +144,10 @@ def test_what_is_no_snapshot_is_one_line(tmp_path: Path) -> None:
     data = pickle.dumps(snapshot())
     for number, (content, why) in enumerate(
         [
-            (data[:-30], "is cut off|truncated|exhausted"),
+            (data[:-30], "no memory snapshot of PyTorch, or cut off"),
             (pickle.dumps([1, 2]), "Expected `object`"),
             (pickle.dumps({"segments": 3}), "Expected `array`"),
-            (b"\x80\x04.", "stack|unpickling"),
+            (b"\x80\x04.", "or cut off"),
         ]
     ):
         path = tmp_path / f"{number}.pickle"
