@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -31,6 +31,10 @@ _TENSORS = {"alloc": 1, "free_requested": -1, "free": -1}
 _DEVICE = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
 
+# A device has no more; levels, which are sums of sizes, stay within 64 bits.
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**44)]
+
+
 class Frame(msgspec.Struct, gc=False):
     """A line of a stack."""
 
@@ -43,7 +47,7 @@ class Entry(msgspec.Struct, gc=False):
     """An action of the allocator."""
 
     action: str
-    size: int = 0
+    size: Size = 0
     addr: int = -1
     time_us: int | None = None
     frames: list[Frame] = []
@@ -52,19 +56,19 @@ class Entry(msgspec.Struct, gc=False):
 class SnapshotBlock(msgspec.Struct, gc=False):
     """A piece of a segment."""
 
-    size: int
+    size: Size
     state: str
     address: int = -1
-    requested_size: int | None = None
+    requested_size: Size | None = None
     frames: list[Frame] = []
 
 
 class SnapshotSegment(msgspec.Struct, gc=False):
     """What the allocator has of a device in one piece."""
 
-    total_size: int
+    total_size: Size
     blocks: list[SnapshotBlock]
-    device: int = 0
+    device: Annotated[int, msgspec.Meta(ge=0, le=2**10)] = 0
 
 
 class Snapshot(msgspec.Struct, gc=False):
