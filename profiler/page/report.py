@@ -285,6 +285,9 @@ def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
         for name in section.analyses:
             if formats == {SNAPSHOT} and name not in _OF_SNAPSHOTS:
                 continue
+            if name == "memory-peaks" and not len(answers.get("memory-timeline", ())):
+                # It would read the files again to find nothing.
+                continue
             say(f"analysing {name}")
             _answer(traces, name, section.options.get(name, {}), graphs, answers, missing)
     say("drawing")
