@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCES = ("workload", "profile", "chakra")
+SOURCES = ("workload", "profile", "chakra", "xplane")
 HERE = Path(__file__).resolve().parent
 
 

@@ -19,6 +19,7 @@ ANALYSES = Table(
     "analysis",
     {
         "temporal-breakdown": f"{_HERE}.temporal:temporal_breakdown",
+        "rank-times": f"{_HERE}.temporal:rank_times",
         "kernel-types": f"{_HERE}.kernels:kernel_types",
         "kernels": f"{_HERE}.kernels:kernel_breakdown",
         "kernel-durations": f"{_HERE}.kernels:kernel_durations",
@@ -43,6 +44,8 @@ ANALYSES = Table(
         "call-stacks": f"{_HERE}.call_times:call_times",
         "counters": f"{_HERE}.counters:counters",
         "memory-timeline": f"{_HERE}.memory:memory_timeline",
+        "memory-peaks": f"{_HERE}.memory:memory_peaks",
+        "memory-holders": f"{_HERE}.memory:memory_holders",
         "memory-categories": f"{_HERE}.memory:memory_categories",
         "execution-trace": f"{_HERE}.execution_trace:execution_trace",
         "hardware-counters": f"{_HERE}.hardware_counters:hardware_counters",

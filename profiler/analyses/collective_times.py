@@ -85,14 +85,15 @@ class _Use:
 
     call: CollectiveCall
     took: list[int] = field(default_factory=list)
+    seen: int = 0
     waits: list[int] = field(default_factory=list)
     last: Counter[int] = field(default_factory=Counter)
 
 
 _USES = (
-    "name", "library", "group", "group_size", "bytes", "dtype", "count", "sum(us)", "mean(us)", "min(us)",
-    "max(us)", "algorithm_bandwidth(GB/s)", "bus_bandwidth(GB/s)", "mean_wait(us)", "last_rank", "predicted(us)",
-    "excess(us)",
+    "name", "library", "group", "group_size", "traced_ranks", "bytes", "dtype", "count", "sum(us)", "mean(us)",
+    "min(us)", "max(us)", "algorithm_bandwidth(GB/s)", "bus_bandwidth(GB/s)", "mean_wait(us)", "last_rank",
+    "predicted(us)", "excess(us)",
 )  # fmt: skip
 
 
@@ -100,7 +101,8 @@ def communication(traces: TraceSet, *, cluster: Fabric | None = None, always_ali
     """What communication takes by collective, group and size, how fast that is, and how long it should take.
 
     Columns: `name` of the collective, or of a message (`send`, `recv`); `library` by the names of its kernels;
-    `group` of processes and `group_size`, empty where the trace does not say; `bytes` of a rank's whole buffer, as
+    `group` of processes and `group_size`, empty where the trace does not say; `traced_ranks`, on how many it was
+    seen; `bytes` of a rank's whole buffer, as
     nccl-tests counts it, and `dtype`; `count`; `sum(us)`, `mean(us)`, `min(us)`, `max(us)` without waiting: from
     when the last rank began to when the last one ended, or, of what was traced on one rank alone, its kernel, in
     which it waits for the others; algorithm and bus bandwidth of the mean as nccl-tests has them; `mean_wait(us)`
@@ -122,11 +124,13 @@ def communication(traces: TraceSet, *, cluster: Fabric | None = None, always_ali
         use = _use(uses, traces, next(iter(one.calls.values())), one.ranks, alone=False)
         took, waits, last = _met(traces, one)
         use.took.append(took)
+        use.seen += len(one.calls)
         use.waits += waits
         use.last[last] += 1
     for call in _alone(traces, met):
         use = _use(uses, traces, call, call.ranks, alone=True)
         use.took.append(int(traces[call.rank].duration[call.row]))
+        use.seen += 1
     if uses and cluster is None:
         notes.append("communication: name the cluster for our prediction (--option cluster=dgx-h100)")
     costliest = sorted(uses.values(), key=lambda use: -sum(use.took))
@@ -158,7 +162,8 @@ def _use_row(traces: TraceSet, use: _Use, cluster: Fabric | None) -> tuple[str |
     seconds = cluster(call.kind, call.nbytes, call.ranks) if cluster and call.nbytes and size > 1 else None
     expected = None if seconds is None else seconds * 1e6
     return (
-        call.kind, library_of(traces[call.rank].text(call.row)), call.group, size or None, call.nbytes or None,
+        call.kind, library_of(traces[call.rank].text(call.row)), call.group, size or None,
+        use.seen / len(use.took), call.nbytes or None,
         call.dtype, len(times), sum(times), mean, min(times), max(times), speed, bus,
         sum(use.waits) / len(use.waits) / US if use.waits else None,
         use.last.most_common(1)[0][0] if use.last else None,

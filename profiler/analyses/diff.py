@@ -91,7 +91,7 @@ def trace_diff(
         raise UsageError(
             "trace-diff: control and test are the same: name test=TRACES, or another test_rank or test_step"
         )
-    name_of = short_name if short_names else _unnumbered
+    name_of = short_name if short_names else unnumbered
     before, after = (_totals(t, rows & _on(t, device), name_of) for t, rows in sides)
     rows = [_row(name, before.get(name), after.get(name)) for name in before.keys() | after.keys()]
     by = TITLES.index("diff_duration" if sort == "duration" else "diff_counts")
@@ -101,7 +101,7 @@ def trace_diff(
 
 def short_name(name: str) -> str:
     """A kernel's or operator's name without return type, template arguments and parameters."""
-    plain = _unnumbered(name).replace("(anonymous namespace)::", "")
+    plain = unnumbered(name).replace("(anonymous namespace)::", "")
     kept: list[str] = []
     closing: list[str] = []
     for before, character in pairwise(f" {plain}"):
@@ -115,7 +115,8 @@ def short_name(name: str) -> str:
     return plain if closing else "".join(kept).removeprefix("void ")
 
 
-def _unnumbered(name: str) -> str:
+def unnumbered(name: str) -> str:
+    """A name under which the marks of all profiler steps are one."""
     return "ProfilerStep" if _STEP.match(name) else name
 
 

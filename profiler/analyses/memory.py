@@ -14,6 +14,7 @@ from echograph.ir.files import read_unpacked
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.events import whole_events
+from echograph.profiler.traces.memory_snapshot import WHAT, devices, place, read_snapshot
 from echograph.profiler.traces.trace import LONGEST_US, Trace, TraceSet
 
 TITLES = ("rank", "ts", "device", "change_bytes", "allocated_bytes", "reserved_bytes")
@@ -35,7 +36,7 @@ _NS_PER_US = 1000
 
 
 class _Said(NamedTuple):
-    ts: int
+    ts: float
     device: str
     change: int
     allocated: int | None
@@ -58,7 +59,11 @@ class _Memory(msgspec.Struct, gc=False):
 
 
 def memory_timeline(traces: TraceSet) -> AnswerTable:
-    """What the allocator of each device held, whenever that changed (a profile with `profile_memory=True`).
+    """What the allocator of each device held, whenever that changed.
+
+    It is what a profile with `profile_memory=True` says, or a memory snapshot
+    (`torch.cuda.memory._dump_snapshot`), of which what tensors hold is in blocks of 512 bytes, and times count
+    from the first entry.
 
     Columns: `rank`; `ts` microseconds since the first event of the job; `device` ("cuda:1", "cpu");
     `change_bytes` what was allocated, or freed if negative; `allocated_bytes` what tensors held then;
@@ -74,6 +79,9 @@ def memory_timeline(traces: TraceSet) -> AnswerTable:
     rows: list[tuple[Any, ...]] = []
     notes = list(traces.notes)
     for rank, trace in traces.items():
+        if trace.header.get("format") == WHAT:
+            rows += [(rank, *said) for said in _snapped(trace)]
+            continue
         end = int(trace.end.max()) if len(trace) else 0
         found = list(_said(trace))
         if broken := found.count(None):
@@ -85,6 +93,93 @@ def memory_timeline(traces: TraceSet) -> AnswerTable:
             notes.append(trace.without("memory in its profile", "profile with profile_memory=True"))
         rows += [(rank, said.ts / US, *said[1:]) for said in own]
     return from_rows(TITLES, rows, notes)
+
+
+def _snapped(trace: Trace) -> Iterator[_Said]:
+    """What a snapshot says of each device, by time."""
+    for one in devices(read_snapshot(Path(trace.path))):
+        first = int(one.time_us[0]) if len(one.time_us) else 0
+        columns = (one.time_us - first, one.change, one.allocated, one.reserved)
+        for ts, change, allocated, reserved in zip(*(column.tolist() for column in columns), strict=True):
+            yield _Said(float(ts), f"cuda:{one.device}", change, allocated, reserved)
+
+
+class PredictedMemory(NamedTuple):
+    """What a prediction says of a rank's memory, bytes.
+
+    Attributes:
+        peak: the most that is allocated at one time.
+        reserved: the most that the allocator has of the device; None where it was not worked out.
+    """
+
+    peak: int
+    reserved: int | None
+
+
+def memory_peaks(traces: TraceSet, *, predicted: PredictedMemory | None = None) -> AnswerTable:
+    """The most memory that each device's allocator held, beside our prediction of it.
+
+    Columns: `rank`; `device`; `quantity`: "allocated" by tensors, "reserved" of the device; `measured_bytes`, the
+    most; `at(us)`, when that was, as in `memory-timeline`; `predicted_bytes` and `ratio` of measured to predicted,
+    empty without a prediction. What was allocated before the profile began counts where the profile says so.
+
+    Args:
+        traces: the job's; their files are still where they were.
+        predicted: of a rank; on the command line, the result of `echosim run --output`.
+
+    Raises:
+        InputError: a file is gone.
+    """
+    answer = memory_timeline(traces)
+    notes = list(answer.notes)
+    most: dict[tuple[int, str, str], tuple[int, float]] = {}
+    for row in answer.records():
+        for quantity in ("allocated", "reserved"):
+            nbytes, key = row[f"{quantity}_bytes"], (row["rank"], row["device"], quantity)
+            if nbytes is not None and (key not in most or nbytes > most[key][0]):
+                most[key] = nbytes, row["ts"]
+    if most and predicted is None:
+        notes.append("memory-peaks: name our prediction (--option predicted=RESULT.json of echosim run --output)")
+    rows = []
+    for (rank, device, quantity), (nbytes, at) in most.items():
+        said = (predicted.peak if quantity == "allocated" else predicted.reserved) if predicted else None
+        expected = None if device.startswith("cpu") else said
+        rows.append((rank, device, quantity, nbytes, at, expected, nbytes / expected if expected else None))
+    titles = ("rank", "device", "quantity", "measured_bytes", "at(us)", "predicted_bytes", "ratio")
+    return from_rows(titles, rows, notes)
+
+
+def memory_holders(traces: TraceSet, *, stack: bool = False, top: int = 0) -> AnswerTable:
+    """What held memory when most was allocated, by where it was allocated; of memory snapshots.
+
+    Columns: `rank`; `device`; `place`: the innermost line of Python outside PyTorch under which it was allocated,
+    or with `stack` all lines, empty where the history does not know; `bytes` alive at the peak; `count` of
+    blocks; `percent` of the peak. The largest first.
+
+    Args:
+        traces: memory snapshots; their files are still where they were.
+        stack: whole stacks.
+        top: only so many places of each device; 0 names all.
+
+    Raises:
+        InputError: a file is gone.
+    """
+    rows, notes = [], list(traces.notes)
+    for rank, trace in traces.items():
+        if trace.header.get("format") != WHAT:
+            notes.append(f"rank {rank}: no memory snapshot: torch.cuda.memory._dump_snapshot() writes one")
+            continue
+        for one in devices(read_snapshot(Path(trace.path))):
+            held: dict[str, list[int]] = {}
+            for nbytes, frames in one.alive:
+                said = place(frames)
+                held.setdefault(said.stack if stack else said.line, []).append(nbytes)
+            whole = sum(map(sum, held.values()))
+            largest = sorted(held.items(), key=lambda item: (-sum(item[1]), item[0]))
+            for where, sizes in largest[: top or None]:
+                share = round(100 * sum(sizes) / whole, 2) if whole else 0.0
+                rows.append((rank, f"cuda:{one.device}", where, sum(sizes), len(sizes), share))
+    return from_rows(("rank", "device", "place", "bytes", "count", "percent"), rows, notes)
 
 
 def _said(trace: Trace) -> Iterator[_Said | None]:

@@ -257,7 +257,8 @@ def _add(
     profile: DeviceProfile | None,
 ) -> None:
     row, works = device_call
-    kernels = trace.of_category(KERNELS)[works].tolist()
+    # Of these rows alone: columns of the whole trace would make a call take as long as the trace is.
+    kernels = [trace.strings[code] in KERNELS for code in trace.category[works].tolist()]
     texts = map(trace.text, works)
     names = [function_name(text) if kernel else text for text, kernel in zip(texts, kernels, strict=True)]
     if call is None:
@@ -276,7 +277,7 @@ def _add(
             source=source,
         )  # fmt: skip
     use = uses[key]
-    begin, end = union(trace.start[works], trace.end[works])
+    begin, end = union(trace.start[works], trace.start[works] + trace.duration[works])
     use.times.append(int((end - begin).sum()))
     use.launches += len(works)
     for name, took in zip(names, trace.duration[works].tolist(), strict=True):

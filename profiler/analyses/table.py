@@ -41,6 +41,14 @@ class AnswerTable:
         names = list(self.columns)
         return [dict(zip(names, row, strict=True)) for row in self.rows()]
 
+    def first(self, most: int, name: str) -> AnswerTable:
+        """The first rows; a note says of how many, and of what."""
+        if len(self) <= most:
+            return self
+        rest = f"{name}: the first {most} of {len(self):,} rows; name it to see all"
+        columns = {title: column[:most] for title, column in self.columns.items()}
+        return AnswerTable(columns=columns, notes=(*self.notes, rest))
+
     def csv(self) -> str:
         """The table as comma-separated values with a line of titles; what is not a number is empty."""
         return csv_text(list(self.columns), self.rows())

@@ -64,3 +64,29 @@ def communication_overlap(traces: TraceSet) -> AnswerTable:
         share = round(100 * overlapped / communication, 2) if communication else None
         rows.append((rank, share, communication / US, overlapped / US))
     return from_rows(_OVERLAP, rows, notes)
+
+
+_TIMES = ("rank", "computation(us)", "overlapped(us)", "communication(us)", "memory(us)", "idle(us)", "whole(us)")
+_COMPUTES = 1 << KernelKind.COMPUTATION
+
+
+def rank_times(traces: TraceSet) -> AnswerTable:
+    """What each rank's device time is spent on, so that ranks can be compared.
+
+    Columns, microseconds: `rank`; `computation(us)` only computations run; `overlapped(us)` a computation runs,
+    and communication or a copy beside it; `communication(us)` communication runs and no computation, so it is
+    exposed; `memory(us)` only copies and sets run; `idle(us)` nothing runs. They add up to `whole(us)`, from the
+    start of the first work to the end of the last.
+    """
+    rows, notes = [], list(traces.notes)
+    shown = (KernelKind.COMPUTATION, KernelKind.COMMUNICATION, KernelKind.MEMORY)
+    for rank, work in device_work(traces, notes):
+        kind = kinds(work)
+        length, _ = coverage([union(work.start[kind == k], work.end[kind == k]) for k in shown])
+        whole = int(work.end.max() - work.start.min())
+        alone, copies = int(length[_COMPUTES]), int(length[1 << KernelKind.MEMORY])
+        beside = sum(int(length[mask]) for mask in range(len(length)) if mask & _COMPUTES) - alone
+        busy = int(np.sum(length))
+        parts = (alone, beside, busy - alone - beside - copies, copies, whole - busy, whole)
+        rows.append((rank, *(part / US for part in parts)))
+    return from_rows(_TIMES, rows, notes)

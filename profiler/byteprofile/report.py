@@ -6,7 +6,6 @@ import io
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -306,64 +305,6 @@ def _owners(ran: Sequence[tuple[int, int, EventLabel]], work: Events, shift: int
                 most, owner = shared, ran[at][2]
             at -= 1
         yield owner if most * _HALF >= end - start else None
-
-
-_MAX_ROWS = 1 << 20
-# The same tables give the same bytes.
-_CREATED = datetime(2000, 1, 1)
-
-
-def check_workbook(path: Path | None) -> None:
-    """Fails before any work where a workbook is asked for that cannot be made.
-
-    Raises:
-        MissingExtraError: XlsxWriter is not installed.
-        OutputError: the file's ending is another, or it cannot be written.
-    """
-    if path is None:
-        return
-    if find_spec("xlsxwriter") is None:
-        raise MissingExtraError("XlsxWriter", "report", "a workbook (--xlsx)")
-    if path.suffix.lower() != ".xlsx":
-        raise OutputError(f"cannot write {path}: the ending of a workbook is .xlsx")
-    check_writable(path)
-
-
-def write_workbook(path: Path | None, sheets: Mapping[str, AnswerTable]) -> None:
-    """Writes a workbook with a sheet a table, titles in its first row.
-
-    Args:
-        path: the file; None where none is asked for.
-        sheets: by name.
-
-    Raises:
-        MissingExtraError: XlsxWriter is not installed.
-        DataError: a table has more rows than a sheet.
-        OutputError: the file cannot be written.
-    """
-    check_workbook(path)
-    if path is None:
-        return
-    from xlsxwriter import Workbook
-
-    content = io.BytesIO()
-    # Names are text, whatever they look like: no formulas, no links.
-    options = {"in_memory": True, "strings_to_formulas": False, "strings_to_urls": False}
-    with Workbook(content, options) as workbook:
-        workbook.set_properties({"created": _CREATED})
-        for name, table in sheets.items():
-            if len(table) >= _MAX_ROWS:
-                raise DataError(
-                    f"{path}: a sheet holds {_MAX_ROWS - 1} rows and '{name}' has {len(table)}: use --head"
-                )
-            sheet = workbook.add_worksheet(name)
-            for column, title in enumerate(table.columns):
-                sheet.write_string(0, column, title)
-            for place, row in enumerate(table.rows(), start=1):
-                for column, value in enumerate(row):
-                    if value is not None:
-                        sheet.write(place, column, value)
-    write_whole(path, [content.getvalue()])
 
 
 FORMATS = ("png", "svg", "pdf")

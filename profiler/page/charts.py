@@ -292,19 +292,48 @@ def heat(
     if not numbers:
         return ""
     low, high = min(numbers), max(numbers)
+    return _heat(columns, rows, corner, "heat", [(low, high)] * len(columns))
+
+
+def compared_heat(
+    columns: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], corner: str, least: float
+) -> str:
+    """A table whose cells have the more colour the larger their number is in its column; rows can be compared.
+
+    The page's script tells two rows apart that are clicked (`table.js`): the numbers are microseconds.
+
+    Args:
+        columns: titles.
+        rows: title and cells: a number and what is written of it; at least one.
+        corner: what stands above the titles of the rows.
+        least: a difference within a column that takes all colour, at least: less than that is noise.
+    """
+    numbers = np.array([[cell[0] for cell in cells] for _, cells in rows])
+    ends = [(float(of.min()), float(max(of.max(), of.min() + least))) for of in numbers.T]
+    return _heat(columns, rows, corner, "heat compare", ends)
+
+
+def _heat(
+    columns: Sequence[str],
+    rows: Sequence[tuple[str, Sequence[tuple[float, str] | None]]],
+    corner: str,
+    kind: str,
+    ends: Sequence[tuple[float, float]],
+) -> str:
+    """Rows of cells, each coloured by where its number is between the ends of its column."""
     head = "".join(f"<th>{escape(title)}</th>" for title in columns)
     body = []
     for title, cells in rows:
         line = "".join(
             "<td>–</td>"
             if cell is None
-            else f'<td style="background:color-mix(in srgb,var(--c0) '
-            f'{5 + 55 * _share(cell[0], low, high, ratio=False):.0f}%,transparent)">{escape(cell[1])}</td>'
-            for cell in cells
+            else f'<td data-value="{cell[0]:.10g}" style="background:color-mix(in srgb,var(--c0) '
+            f'{5 + 55 * _share(cell[0], *end, ratio=False):.0f}%,transparent)">{escape(cell[1])}</td>'
+            for cell, end in zip(cells, ends, strict=True)
         )
         body.append(f'<tr><th class="text">{escape(title)}</th>{line}</tr>')
     return (
-        f'<div class="scroll"><table class="heat"><tr><th class="text">{escape(corner)}</th>{head}</tr>'
+        f'<div class="scroll"><table class="{kind}"><tr><th class="text">{escape(corner)}</th>{head}</tr>'
         f"{''.join(body)}</table></div>"
     )
 

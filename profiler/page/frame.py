@@ -14,7 +14,9 @@ from echograph.profiler.analyses.table import AnswerTable
 from echograph.units import PS_PER_US, format_bytes, format_time
 
 ROWS = 40
-_LONGEST = 160
+_LONGEST = 1000
+# Texts that a column cannot show as they are; the page's style cuts them, the whole is shown when pointed at.
+_LONG = 60
 _OF_RANK = re.compile(r"rank (\d+): (.*)")
 
 
@@ -79,7 +81,8 @@ def table(content: AnswerTable, limit: int = ROWS) -> str:
     texts = [any(isinstance(row[at], str) for row in rows) for at in range(len(content.columns))]
     head = "".join(f"<th{_kind(text)}>{escape(t)}</th>" for t, text in zip(content.columns, texts, strict=True))
     lines = (
-        "".join(f"<td{_kind(text)}>{cell(v)}</td>" for v, text in zip(row, texts, strict=True)) for row in rows
+        "".join(f"<td{_kind(text)}{_told(v)}>{cell(v)}</td>" for v, text in zip(row, texts, strict=True))
+        for row in rows
     )
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     inner = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
@@ -121,7 +124,7 @@ def folded(title: str, content: str) -> str:
 
 
 def cell(value: Any) -> str:
-    """A value of a table, as HTML: at most four digits behind the point, long names cut."""
+    """A value of a table, as HTML: at most four digits behind the point, the longest names cut."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -149,6 +152,11 @@ def measure(value: float, unit: str) -> str:
     if unit == "us":
         return format_time(value * PS_PER_US)
     return format_bytes(value) if unit == "bytes" else f"{number(value)} {unit}".rstrip()
+
+
+def _told(value: Any) -> str:
+    long = isinstance(value, str) and len(value) > _LONG
+    return f' title="{escape(value[: 2 * _LONGEST])}"' if long else ""
 
 
 def _kind(text: bool) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from echograph.profiler.analyses.memory import CATEGORIES
 from echograph.profiler.analyses.table import AnswerTable
 from echograph.profiler.page import charts
+from echograph.profiler.page.frame import measure
 
 # Of a table with more rows than people compare, the largest are drawn.
 MOST = 24
@@ -143,6 +144,42 @@ class Points:
         return charts.points(rows, *self.units, roofs)
 
 
+_MOST_RANKS = 128
+# Of the mean of the ranks' time, the difference between ranks that takes all colour.
+_LEAST_SHARE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankHeat:
+    """A row for each rank, with the more colour the more of a kind of time it has among the ranks.
+
+    Attributes:
+        columns: of the kinds of time, microseconds.
+        whole: column that they add up to.
+    """
+
+    columns: Sequence[str]
+    whole: str
+
+    def draw(self, table: AnswerTable, most: int = MOST) -> str:
+        """The table as a heat map; of many ranks the first."""
+        records = table.records()
+        shown = records[:_MOST_RANKS]
+        if not shown:
+            return ""
+        rows = [(f"rank {row['rank']}", [self._cell(row, name) for name in self.columns]) for row in shown]
+        least = _LEAST_SHARE * sum(row[self.whole] for row in shown) / len(shown)
+        titles = [name.removesuffix("(us)") for name in self.columns]
+        said = "The more colour, the more than other ranks. "
+        said += "Click two ranks to compare them." if len(shown) > 1 else ""
+        rest = _rest(len(records), _MOST_RANKS, "ranks", False)
+        return f'<p class="note">{said}</p>{charts.compared_heat(titles, rows, "", least)}{rest}'
+
+    def _cell(self, row: Mapping[str, Any], name: str) -> tuple[float, str]:
+        share = f" ({row[name] / row[self.whole]:.0%})" if name != self.whole and row[self.whole] else ""
+        return row[name], f"{measure(row[name], 'us')}{share}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
     """How often the values of a column occur."""
@@ -207,6 +244,10 @@ PLOTS: Mapping[str, Plot] = {
         label=["rank"],
         parts={"compute_time(us)": 0, "non_compute_time(us)": 1, "idle_time(us)": 8},
     ),
+    "rank-times": RankHeat(
+        columns=("computation(us)", "overlapped(us)", "communication(us)", "memory(us)", "idle(us)", "whole(us)"),
+        whole="whole(us)",
+    ),
     "kernel-types": Bars(label=["kernel_type"], value="sum"),
     "kernels": Bars(label=["name"], value="sum (us)", by="kernel_type", parts=KINDS, largest=True),
     "kernel-durations": Ranges(label=["name"], values=_QUANTILES),
@@ -231,6 +272,8 @@ PLOTS: Mapping[str, Plot] = {
     "call-stacks": Bars(label=["name"], value="self_time(us)", largest=True),
     "counters": Lines(x="ts", y="value", by=["rank", "counter"]),
     "memory-timeline": Lines(x="ts", y="allocated_bytes", by=["rank", "device"], unit="bytes"),
+    "memory-peaks": Bars(label=["rank", "device", "quantity"], value="measured_bytes", unit="bytes"),
+    "memory-holders": Bars(label=["place"], value="bytes", unit="bytes", largest=True),
     "memory-categories": ColumnLines(x="ts", ys=CATEGORIES, unit="bytes"),
     "execution-trace": Bars(label=["et_node_name"], value="dur", largest=True),
     "hardware-counters": Points(

@@ -26,6 +26,7 @@ from echograph.profiler.analyses.work import KernelKind, kinds
 from echograph.profiler.page.frame import document, folded, notes, table, table_script, tiles
 from echograph.profiler.page.lanes import Spans, TimelineTrack, drawing, script
 from echograph.profiler.page.plots import draw
+from echograph.profiler.traces.memory_snapshot import WHAT as SNAPSHOT
 from echograph.profiler.traces.relations import call_stacks
 from echograph.profiler.traces.trace import CALLS, Trace, TraceSet
 from echograph.progress import Progress, silent
@@ -138,6 +139,8 @@ def _spans(start: Int64, end: Int64, name: npt.NDArray[Any], colour: npt.NDArray
     return Spans(start[order], end[order], name[order].astype(np.int64), colour[order].astype(np.int64), one)
 
 
+# What memory snapshots answer: nothing ran in them.
+_OF_SNAPSHOTS = {"memory-timeline", "memory-peaks", "memory-holders"}
 _DRAWN, _DRAWN_ALONE, _ROWS_ALONE = 16, 60, 1000
 # More calls than this on one rank and its critical path is left to the command: it would take minutes.
 _MOST_EVENTS = 2_000_000
@@ -152,6 +155,7 @@ class Section:
         text: what it shows.
         analyses: whose tables and plots are in it.
         options: of each analysis, where they are not its own.
+        of: the format whose traces alone it is about; empty: all.
         reads_file: whether its analyses read the files once more, which takes minutes where these are large.
     """
 
@@ -160,6 +164,7 @@ class Section:
     analyses: tuple[str, ...]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reads_file: bool = False
+    of: str = ""
 
 
 SECTIONS = (
@@ -168,6 +173,11 @@ SECTIONS = (
         text="From the first to the last work of each rank: something computes, something runs that no "
         "computation hides, or nothing runs.",
         analyses=("temporal-breakdown", "kernel-types"),
+    ),
+    Section(
+        title="Ranks",
+        text="What each rank's time is spent on: alone, beside one another, or nothing.",
+        analyses=("rank-times",),
     ),
     Section(
         title="Kernels",
@@ -205,7 +215,13 @@ SECTIONS = (
     Section(
         title="Memory",
         text="The bandwidth of copies and sets, and what the allocator holds where the profile says it.",
-        analyses=("memory-bandwidth", "memory-bandwidth-summary", "memory-timeline"),
+        analyses=("memory-bandwidth", "memory-bandwidth-summary", "memory-timeline", "memory-peaks"),
+    ),
+    Section(
+        title="What held memory",
+        text="What was alive when most was allocated, by the line that allocated it: of memory snapshots.",
+        analyses=("memory-holders",),
+        of=SNAPSHOT,
     ),
     Section(
         title="Critical path",
@@ -249,17 +265,29 @@ def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
         HTML that loads nothing.
     """
     missing = list(traces.notes)
-    say("finding the critical path")
-    graphs = dict(_graphs(traces, missing))
+    formats = {str(trace.header.get("format", "")) for trace in traces.values()}
+    graphs: dict[int, CriticalGraph] = {}
+    if formats != {SNAPSHOT}:
+        say("finding the critical path")
+        graphs = dict(_graphs(traces, missing))
     answers: dict[str, AnswerTable] = {}
     large = max(map(len, traces.values())) > _MOST_EVENTS
     for section in SECTIONS:
+        if section.of and section.of not in formats:
+            continue
+        if formats == {SNAPSHOT} and not set(section.analyses) & _OF_SNAPSHOTS:
+            continue
         if large and section.reads_file:
             missing.append(
                 f"{' and '.join(section.analyses)}: the traces are too large for this page: ask by name"
             )
             continue
         for name in section.analyses:
+            if formats == {SNAPSHOT} and name not in _OF_SNAPSHOTS:
+                continue
+            if name == "memory-peaks" and not len(answers.get("memory-timeline", ())):
+                # It would read the files again to find nothing.
+                continue
             say(f"analysing {name}")
             _answer(traces, name, section.options.get(name, {}), graphs, answers, missing)
     say("drawing")
@@ -345,16 +373,18 @@ def _tiles(traces: TraceSet, answers: Mapping[str, AnswerTable]) -> str:
     span = max((int(trace.end.max()) for trace in rows), default=0)
     size = max(trace.world_size for trace in traces.values())
     shown = [(f"{len(traces)}" + (f" of {size}" if size > len(traces) else ""), "ranks traced")]
-    shown += [(format_time(span), "traced"), (format_count(sum(map(len, rows))), "events")]
+    if rows:
+        shown += [(format_time(span), "traced"), (format_count(sum(map(len, rows))), "events")]
     for name, column, said in (
         ("temporal-breakdown", "compute_time_pctg", "of the devices' time computes"),
         ("temporal-breakdown", "idle_time_pctg", "of the devices' time is idle"),
         ("overlap", "comp_comm_overlap_pctg", "of communication is beside computation"),
     ):
-        known = [row[column] for row in answers[name].records() if row[column] is not None]
+        records = answers[name].records() if name in answers else []
+        known = [row[column] for row in records if row[column] is not None]
         if known:
             shown.append((f"{np.mean(known):.1f} %", f"{said}{', mean of the ranks' if len(known) > 1 else ''}"))
-    bounds = answers["critical-path-summary"].records()
+    bounds = answers["critical-path-summary"].records() if "critical-path-summary" in answers else []
     if bounds:
         total: dict[str, float] = {}
         for row in bounds:

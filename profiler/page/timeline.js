@@ -203,6 +203,7 @@
     toggle.setAttribute("aria-pressed", detail);
     resize();
   });
-  new ResizeObserver(resize).observe(box);
+  // In the next frame: what changes a size while sizes are told would be told again.
+  new ResizeObserver(() => requestAnimationFrame(resize)).observe(box);
   dark.addEventListener("change", resize);
 })();

@@ -20,7 +20,7 @@ from echograph.ir.files import read_arrays, write_whole
 from echograph.profiler.traces.trace import COLUMNS, Trace, Values
 
 # Part of a cached file's name: a new one when what the reader keeps, or how, changes.
-VERSION = 3
+VERSION = 4
 MAX_CACHE_BYTES = 2 * 2**30
 
 

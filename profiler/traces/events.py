@@ -146,9 +146,17 @@ class EndEvent(msgspec.Struct, gc=False, tag_field="ph", tag="E"):
     args: EventArguments | None = NOTHING
 
 
+class MetadataEvent(msgspec.Struct, gc=False, tag_field="ph", tag="M"):
+    """What a process or thread is called."""
+
+    name: str = ""
+    pid: int | str | None = None
+    args: Any = None
+
+
 # All that the Trace Event Format has besides; nothing of them is kept.
 _OTHERS = [
-    msgspec.defstruct("Other", [], tag_field="ph", tag=phase, gc=False) for phase in "IiCbneSTpFstfPNODMVvRca()="
+    msgspec.defstruct("Other", [], tag_field="ph", tag=phase, gc=False) for phase in "IiCbneSTpFstfPNODVvRca()="
 ]
 
 
@@ -209,7 +217,7 @@ class EventStream:
         self.path = path
         self.header: dict[str, Any] = {}
         self.notes: list[str] = []
-        phases = (event, BeginEvent, EndEvent, *_OTHERS)
+        phases = (event, BeginEvent, EndEvent, MetadataEvent, *_OTHERS)
         kinds: Any = dict[str, Any] if event is dict else functools.reduce(operator.or_, phases)
         self._typed = event is not dict
         self._kinds = kinds
@@ -385,13 +393,15 @@ class EventStream:
     def _event(self, said: Any) -> Any:
         if not self._typed:
             return msgspec.convert(whole_characters(said), self._kinds, strict=False)
-        if isinstance(said, dict) and said.get("ph") not in ("X", "B", "E"):
+        if isinstance(said, dict) and said.get("ph") not in ("X", "B", "E", "M"):
             return _OTHERS[0]()
         try:
             return msgspec.convert(said, self._kinds, strict=False)
         except (msgspec.ValidationError, OverflowError):
-            if not isinstance(said, dict) or "args" not in said:
+            if not isinstance(said, dict) or ("args" not in said and said.get("ph") != "M"):
                 raise
+            if said.get("ph") == "M":
+                return _OTHERS[0]()
         args = said["args"] if isinstance(said["args"], dict) else {}
         fitting = {name: value for name, value in args.items() if _fits(name, value)}
         event = msgspec.convert(said | {"args": fitting}, self._kinds, strict=False)

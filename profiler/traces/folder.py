@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import multiprocessing
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from echograph.errors import DataError, EchoError, InputError, MissingExtraError, UnknownNameError, UsageError
 from echograph.profiler.traces import cache
 from echograph.profiler.traces.events import EventStream
-from echograph.profiler.traces.kineto import rank_in, read_trace
+from echograph.profiler.traces.formats import format_of, head_of, read_any, what_else
+from echograph.profiler.traces.kineto import rank_in
+from echograph.profiler.traces.memory_snapshot import WHAT as SNAPSHOT
 from echograph.profiler.traces.relations import complete_steps
 from echograph.profiler.traces.trace import Trace, TraceSet
 from echograph.progress import Progress, silent
@@ -49,24 +52,13 @@ def read_on_ray(files: Sequence[Path]) -> Iterator[Trace]:
 def _attempt(file: Path) -> Trace | EchoError:
     """The trace, or why there is none: an error that a task raises comes back with its traceback as its text."""
     try:
-        return read_trace(file)
+        return read_any(file)
     except EchoError as error:
         return error
 
 
-# What lies beside profiles, by how it begins, and the analysis that reads it.
-_HEAD_BYTES = 1 << 16
-_BESIDE = (
-    (
-        re.compile(rb'\s*\{(?!.*"traceEvents").*"nodes"\s*:\s*\[', re.DOTALL),
-        "an execution trace",
-        "execution-trace",
-    ),
-    (re.compile(rb"\s*\[\s*\["), "a memory timeline", "memory-categories"),
-)
-_PROCESS = re.compile(r"[0-9]{1,18}$")
 ENGINES = ("local", "ray")
-_ENDINGS = (".json", ".json.gz", ".gz")
+_ENDINGS = (".json", ".gz", ".sqlite", ".xplane.pb", ".pickle", ".pkl")
 # Below this, in bytes on disk, starting processes costs more than they save.
 _PARALLEL_BYTES = 4 << 20
 
@@ -144,12 +136,14 @@ def trace_files(path: Path) -> list[Path]:
     # A recording has a folder for each rank.
     files = files or sorted(path.glob("*/trace.json")) + sorted(path.glob("*/trace.json.gz"))
     if not files:
-        raise InputError(f"{path}: no trace in it: expected *.json or *.json.gz, one a rank")
+        raise InputError(
+            f"{path}: no trace in it: expected *.json or *.json.gz, one a rank (or {', '.join(_ENDINGS[2:])})"
+        )
     return files
 
 
 def profiles(files: list[Path]) -> tuple[list[Path], list[str]]:
-    """The files that are no execution trace and no memory timeline, which lie beside profiles.
+    """The files that are no execution trace, memory timeline or memory snapshot, which lie beside profiles.
 
     Args:
         files: of a folder; one alone is taken for a profile.
@@ -162,16 +156,19 @@ def profiles(files: list[Path]) -> tuple[list[Path], list[str]]:
     """
     if len(files) < 2:
         return files, []
-    kept, notes = [], []
+    kept, notes, snapshots = [], [], []
     for file in files:
-        head = EventStream(file).text(_HEAD_BYTES)
-        known = next(((what, name) for pattern, what, name in _BESIDE if pattern.match(head)), None)
-        if known is None:
+        head = head_of(file)
+        other, beside = format_of(head), what_else(head)
+        if other is not None and other.name == SNAPSHOT:
+            snapshots.append(file)
+        elif beside is None:
             kept.append(file)
         else:
-            notes.append(
-                f"{file}: {known[0]}, no profile: the analysis {known[1]} reads it with --option file=..."
-            )
+            notes.append(f"{file}: {beside}")
+    if not kept and snapshots:
+        return snapshots, notes
+    notes += [f"{file}: {SNAPSHOT}, no profile: name it alone" for file in snapshots]
     if not kept:
         raise InputError(f"{files[0].parent}: no trace in it, but {notes[0].partition(': ')[2].partition(',')[0]}")
     return kept, notes
@@ -187,13 +184,13 @@ def trace_of_each_rank(trace: Trace) -> Iterator[Trace]:
     if ranks is None:
         yield trace
         return
-    named = isinstance(ranks, dict) and all(
-        _PROCESS.match(p) and type(r) is int and r >= 0 for p, r in ranks.items()
-    )
-    if not named:
-        raise DataError(f'{trace.path}: processRanks: give the rank of each process by its number, as {{"0": 8}}')
-    for process, rank in ranks.items():
-        yield dataclasses.replace(trace.rows(trace.pid == int(process)), rank=rank)
+    if not isinstance(ranks, dict) or not all(type(rank) is int and rank >= 0 for rank in ranks.values()):
+        raise DataError(f'{trace.path}: processRanks: give the rank of each process, as {{"0": 8}}')
+    processes = np.unique(trace.pid).tolist()
+    of_process = {pid: ranks.get(str(trace.process(pid))) for pid in processes}
+    for rank in dict.fromkeys(ranks.values()):
+        own = [pid for pid, of in of_process.items() if of == rank]
+        yield dataclasses.replace(trace.rows(np.isin(trace.pid, own)), rank=rank)
 
 
 def _read(files: list[Path], workers: int, engine: str, say: Progress) -> Iterator[Trace]:
@@ -202,12 +199,12 @@ def _read(files: list[Path], workers: int, engine: str, say: Progress) -> Iterat
         return
     if workers < 2 or len(files) < 2 or sum(file.stat().st_size for file in files) < _PARALLEL_BYTES:
         for done, file in enumerate(files, start=1):
-            yield read_trace(file, say if len(files) == 1 else silent)
+            yield read_any(file, say if len(files) == 1 else silent)
             say("reading traces", done, len(files))
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(files)), mp_context=context) as pool:
-        for done, trace in enumerate(pool.map(read_trace, files), start=1):
+        for done, trace in enumerate(pool.map(read_any, files), start=1):
             say("reading traces", done, len(files))
             yield trace
 
@@ -223,11 +220,18 @@ def _by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
 
 def _of_ranks(files: list[Path], ranks: Collection[int]) -> list[Path]:
     """Files of these ranks, and those whose rank is known only when they are read."""
-    found = {file: rank_in(EventStream(file).head(), file) for file in files}
+    found = {file: _rank_of(file) for file in files}
     known = {rank for rank in found.values() if rank is not None}
     if None not in found.values() and (unknown := sorted(set(ranks) - known)):
         raise UsageError(f"{files[0].parent}: no trace of rank {unknown[0]}; there are {_shown(known)}")
     return [file for file, rank in found.items() if rank is None or rank in ranks]
+
+
+def _rank_of(file: Path) -> int | None:
+    """The rank that a file says it is of; None where that is known only when it is read."""
+    if format_of(head_of(file)) is not None:
+        return None
+    return rank_in(EventStream(file).head(), file)
 
 
 def _shown(ranks: Iterable[int]) -> str:

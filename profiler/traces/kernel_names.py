@@ -31,6 +31,7 @@ COMMUNICATION = (
     (r"(nvshmem|rocshmem)", "NVSHMEM, rocSHMEM"),
     (r"deep_ep::(?!layout::)", "DeepEP"),
     (r"(\w+::)*Ep(Dispatch|Combine)\w*Kernel", "MORI"),
+    (r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start|-done)?(\.\d+)*$", "XLA"),
 )
 """How names of functions begin, and the library that has them."""
 

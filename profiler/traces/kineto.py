@@ -27,10 +27,12 @@ from echograph.profiler.traces.events import (
     EventArguments,
     EventStream,
     ExactEvent,
+    MetadataEvent,
     OpenEvents,
     TraceEvent,
     whole_characters,
 )
+from echograph.profiler.traces.merged import MergedRanks, merged_ranks
 from echograph.profiler.traces.trace import DEVICE, LONGEST_US, NONE, TEXT, Trace, Values
 from echograph.progress import Progress, silent
 
@@ -75,6 +77,7 @@ _PS_PER_US = 1_000_000
 _LEFT_OUT = ("", "Trace")
 # A float of microseconds keeps whole nanoseconds below the first bound (100 days), picoseconds below the second.
 _EXACT_NS_US, _EXACT_PS_US = 2.0**43, 2.0**30
+_PROCESS_NAMES = ("process_name", "process_labels")
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,9})(?!\d)", re.IGNORECASE)
 _MAX_RANK = 10**9
 # Whole microseconds beyond this are no time, whatever the epoch; differences of two stay within 64 bits.
@@ -126,6 +129,12 @@ def rank_in(header: dict[str, Any], path: Path) -> int | None:
     return rank
 
 
+def rank_of_name(path: Path) -> int:
+    """The rank in the name of a file ("rank3", "worker_3"), or 0."""
+    named = _RANK_IN_NAME.search(path.name)
+    return int(named[1]) if named else 0
+
+
 def _read(path: Path, event: type[TraceEvent], say: Progress) -> Trace:
     stream = EventStream(path, event)
     columns = _Columns(event)
@@ -136,14 +145,18 @@ def _read(path: Path, event: type[TraceEvent], say: Progress) -> Trace:
     size = job.get("world_size") if isinstance(job, dict) else None
     rank = rank_in(stream.header, path)
     if rank is None:
-        named = _RANK_IN_NAME.search(path.name)
-        rank = int(named[1]) if named else 0
+        rank = rank_of_name(path)
+    header = dict(stream.header)
+    notes = [*stream.notes, *columns.open.notes(path)]
+    if "processRanks" not in header and (merged := columns.merged):
+        header["processRanks"] = merged.ranks
+        notes.append(f"{path}: {merged}")
     return columns.trace(
         path=str(path),
         rank=rank,
         world_size=size if type(size) is int and 0 <= size < _MAX_RANK else 0,
-        header=stream.header,
-        notes=[*stream.notes, *columns.open.notes(path)],
+        header=header,
+        notes=notes,
     )
 
 
@@ -201,21 +214,33 @@ class _Columns:
         self._arguments: dict[str, list[Values]] = {}
         self._left_out = _LeftOut()
         self._places_of = dict[Any, int]()
+        self._called = dict[str, list[str]]()
 
     def add(self, batch: Sequence[Any]) -> None:
         """Appends the complete events of a batch, and those that end in it."""
         events = [event for event in batch if type(event) is self._event]
         index = [place for place, event in enumerate(batch) if type(event) is self._event]
-        if len(events) < len(batch) and not {BeginEvent, EndEvent}.isdisjoint(map(type, batch)):
+        others = set(map(type, batch)) if len(events) < len(batch) else set()
+        if not others.isdisjoint({BeginEvent, EndEvent}):
             for at, event in self._paired(batch):
                 index.append(at - self.events)
                 events.append(event)
+        if MetadataEvent in others:
+            for event in batch:
+                if type(event) is MetadataEvent and event.name in _PROCESS_NAMES:
+                    self._called.setdefault(str(event.pid), []).append(str(event.args))
         keep = [event.dur is not None and event.cat not in _LEFT_OUT for event in events]
         if not all(keep):
             events, index = list(compress(events, keep)), list(compress(index, keep))
         if events:
             self._add(*self._timed(events, np.array(index, np.int64) + self.events))
         self.events += len(batch)
+
+    @property
+    def merged(self) -> MergedRanks | None:
+        """The ranks whose traces a tool put into one file, where it is one."""
+        texts = {*self._called, *map(str, self._places_of)}
+        return merged_ranks({pid: [pid, *self._called.get(pid, ())] for pid in texts})
 
     def _timed(self, events: list[Any], index: Int64) -> tuple[list[Any], Int64]:
         """The events that have a time and a duration."""

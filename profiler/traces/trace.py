@@ -98,7 +98,8 @@ class Trace:
         index: position of the event among the file's; -1 where there is no file (a simulated step).
         strings: texts that codes stand for.
         arguments: further arguments by their name in the file (see `events.ARGUMENTS`).
-        header: what the file says beside the events (`deviceProperties`, `distributedInfo`, ...).
+        header: what the file says beside the events (`deviceProperties`, `distributedInfo`, ...); `format` is what
+            a file is called that is not the profiler's JSON.
         notes: what is missing from the answer, one line each.
     """
 
@@ -131,12 +132,13 @@ class Trace:
 
     @property
     def has_file(self) -> bool:
-        """Whether a file says more of the events than the columns do."""
-        return not len(self) or int(self.index[0]) != NONE
+        """Whether a file says more of the events than the columns do, and `index` where."""
+        return "format" not in self.header and (not len(self) or int(self.index[0]) != NONE)
 
     def without(self, what: str, hint: str = "") -> str:
-        """A note that the trace lacks something, and what to do: nothing brings it into a simulated step."""
-        where = (f": {hint}" if hint else "") if self.has_file else " in a simulated step"
+        """A note that the trace lacks something, and what to do, where the profiler has it."""
+        of = self.header.get("format", "a simulated step")
+        where = (f": {hint}" if hint else "") if self.has_file else f" in {of}"
         return f"rank {self.rank}: no {what}{where}"
 
     @property

@@ -228,3 +228,40 @@ def test_nothing_heavy_is_loaded(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_two_runs_side_by_side(cli, folder: Path, tmp_path: Path) -> None:
+    answer = cli("echoprof", "analyze", folder, "kernels", "--against", folder, "--json").json()
+    assert [(row["name"], row["count"], row["change"]) for row in answer["rows"]] == [
+        ("gemm", 2, "same"),
+        (NCCL, 1, "same"),
+    ]
+    everything = cli("echoprof", "analyze", folder, "--against", folder)
+    assert everything.status == 0
+    assert [line for line in everything.out.splitlines() if line.isidentifier()][:2] == ["steps", "kernels"]
+    assert cli("echoprof", "analyze", folder, "--against", folder, "--html", tmp_path / "page.html").status == 0
+    assert "traces against traces" in (tmp_path / "page.html").read_text()
+    refused = cli("echoprof", "analyze", folder, "launches", "--against", folder)
+    assert refused.status == 2
+    assert "launches has no two runs side by side; available: steps, " in refused.err
+
+
+def test_a_workbook_has_a_sheet_for_every_analysis(cli, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("xlsxwriter", reason="needs the [report] extra")
+    sys.path.append(str(Path(__file__).parents[1] / "profiler"))
+    from workbooks import sheets
+
+    assert cli("echoprof", "analyze", folder, "--xlsx", tmp_path / "all.xlsx").status == 0
+    book = sheets(tmp_path / "all.xlsx")
+    assert {"temporal-breakdown", "kernels", "rank-times", "cross-rank-critical-path-summar", "notes"} <= set(book)
+    assert book["temporal-breakdown"][1][:3] == ["0", "20", "20"]
+    # What cannot be made of these traces is said, not left out.
+    assert ["execution-trace", "execution-trace: name"] in [[row[0], row[1][:21]] for row in book["notes"]]
+    assert cli("echoprof", "analyze", folder, "kernels", "--xlsx", tmp_path / "one.xlsx").status == 0
+    assert [*sheets(tmp_path / "one.xlsx")] == ["kernels"]
+    beside = cli("echoprof", "analyze", folder, "--against", folder, "--xlsx", tmp_path / "two.xlsx")
+    assert beside.status == 0 and "steps" in sheets(tmp_path / "two.xlsx")
+    both = cli("echoprof", "analyze", folder, "--xlsx", tmp_path / "a.xlsx", "--json")
+    assert (both.status, "a workbook is written alone" in both.err) == (2, True)
+    wrong = cli("echoprof", "analyze", folder, "--xlsx", tmp_path / "a.xls")
+    assert (wrong.status, "the ending of a workbook is .xlsx" in wrong.err) == (1, True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "profiler" / "byteprofile"))
+sys.path += [str(Path(__file__).parents[1] / "profiler" / folder) for folder in ("", "byteprofile")]
 
 from profiled_jobs import (
     BW_A,
@@ -60,7 +60,7 @@ def test_stats(cli, worker: Path) -> None:
 
 def test_workbooks(cli, worker: Path) -> None:
     pytest.importorskip("xlsxwriter", reason="needs the [report] extra")
-    from test_byteprofile_statistics import sheets
+    from workbooks import sheets
 
     assert cli("echoprof", "stats", worker, "--sort", "--head", 1, "--xlsx", "s.xlsx").status == 0
     book = sheets(Path("s.xlsx"))
@@ -70,7 +70,7 @@ def test_workbooks(cli, worker: Path) -> None:
     assert book["stats"][1][:2] == ["rank1.Comm.wb", "2"]
     assert cli("echoprof", "compare", worker / "0", worker / "1", "--xlsx", "c.xlsx").status == 0
     book = sheets(Path("c.xlsx"))
-    assert list(book) == ["stats1", "stats2", "diff"]
+    assert list(book) == ["stats1", "stats2", "diff", "notes"]
     assert [row[0] for row in book["diff"][:3]] == ["name", "FW.a", "FW.b"]
 
 
@@ -254,15 +254,15 @@ def test_a_simulated_timeline_is_a_trace_too(cli, graph: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("module", "package", "arguments"),
     [
-        ("report", "XlsxWriter", ("stats", "--xlsx", "s.xlsx")),
-        ("report", "matplotlib", ("compare3d", "--plot", "p.png")),
-        ("dag", "networkx", ("critical",)),
+        ("analyses.workbook", "XlsxWriter", ("stats", "--xlsx", "s.xlsx")),
+        ("byteprofile.report", "matplotlib", ("compare3d", "--plot", "p.png")),
+        ("byteprofile.dag", "networkx", ("critical",)),
     ],
 )
 def test_what_is_not_installed_is_said(
     cli, worker: Path, monkeypatch: pytest.MonkeyPatch, module: str, package: str, arguments: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(f"echograph.profiler.byteprofile.{module}.find_spec", lambda name: None)
+    monkeypatch.setattr(f"echograph.profiler.{module}.find_spec", lambda name: None)
     outcome = cli("echoprof", *arguments, worker)
     assert outcome.status == 1
     assert f"needs {package}: install it with pip install 'echograph[report]'" in outcome.err

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-for _folder in ("golden", "frontend", "frontend/onnx", "profiler", "profiler/byteprofile", "ir/exporters"):
+for _folder in (
+    "golden",
+    "frontend",
+    "frontend/onnx",
+    "profiler",
+    "profiler/byteprofile",
+    "profiler/traces",
+    "ir/exporters",
+):
     if str(TESTS / _folder) not in sys.path:
         sys.path.append(str(TESTS / _folder))
 
@@ -192,6 +200,51 @@ def _traces() -> list[Files]:
         files[f"{rank}.json"] = json.dumps(job | {"traceEvents": events}).encode()
         kernels[f"{rank}.json"] = json.dumps(job | {"traceEvents": device}).encode()
     return [files, kernels]
+
+
+def _snapshots() -> list[Files]:
+    import pickle  # noqa: TID251 - the format is a pickle
+
+    from test_memory_snapshot import snapshot
+
+    # Whatever a file is called, how it begins says what it is: ".bin" takes damage to its bytes.
+    return [{"rank0.bin": pickle.dumps(snapshot(), protocol)} for protocol in (2, 4)]
+
+
+def _nsight() -> list[Files]:
+    from functools import partial
+
+    from test_nsight import export
+
+    def make(folder: Path, used: dict[int, int]) -> None:
+        export(folder / "a.sqlite", used)
+
+    return [made(partial(make, used=used)) for used in ({10: 0}, {10: 0, 20: 1})]
+
+
+def _rocprof() -> list[Files]:
+    from test_rocprof import tool
+
+    said = ([tool()], [tool(10), tool(20)])
+    return [{"a.json": json.dumps({"rocprofiler-sdk-tool": tools}).encode()} for tools in said]
+
+
+def _xplanes() -> list[Files]:
+    from test_xplane import Writer, gpu, host
+
+    spaces = (host(gpu(Writer(), 0), 0), host(gpu(gpu(Writer(), 0), 1), 0, 1))
+    return [{"xplane.bin": one.space.SerializeToString()} for one in spaces]
+
+
+def _merged() -> list[Files]:
+    from functools import partial
+
+    from test_merged import TOOLS, merged
+
+    def make(folder: Path, how: Any) -> None:
+        merged(folder / "a.json", *how)
+
+    return [made(partial(make, how=how)) for how in TOOLS.values()]
 
 
 def _packed_traces() -> list[Files]:
@@ -525,6 +578,23 @@ TARGETS: tuple[Target, ...] = (
             ),
         )
         for name, seeds in (("Kineto", _traces), ("Kineto, packed", _packed_traces))
+    ),
+    *(
+        Target(
+            name=name,
+            seeds=seeds,
+            fast=30,
+            commands=tuple(
+                ("echoprof", "analyze", "{file}", analysis, "--no-cache", "--json") for analysis in analyses
+            ),
+        )
+        for name, seeds, analyses in (
+            ("merged ranks", _merged, ("rank-times", "launches")),
+            ("memory snapshot", _snapshots, ("memory-peaks", "memory-holders")),
+            ("Nsight Systems", _nsight, ("rank-times", "launches", "annotations")),
+            ("rocprofv3", _rocprof, ("rank-times", "launches", "kernels")),
+            ("XPlane", _xplanes, ("rank-times", "launches", "steps")),
+        )
     ),
     Target(
         name="recording",

@@ -53,12 +53,13 @@ def stats_command(
     traces: TracePath, sort: Sort = False, head: Head = None, xlsx: Xlsx = None, as_json: Json = False
 ) -> None:
     """How often each operation ran and what it took; of each category, the one that takes longest."""
+    from echograph.profiler.analyses import workbook
     from echograph.profiler.byteprofile import report
 
-    report.check_workbook(xlsx)
+    workbook.check_workbook(xlsx)
     with progress(f"reading {traces}"):
         found = report.statistics_of(traces)
-    report.write_workbook(xlsx, {"stats": report.statistics_table(found, sort=sort)})
+    workbook.write_workbook(xlsx, {"stats": report.statistics_table(found, sort=sort)})
     shown = report.statistics_table(found, sort=sort, head=head)
     _show({"stats": shown, "categories": report.category_table(found)}, as_json)
 
@@ -72,14 +73,15 @@ def compare_command(
     as_json: Json = False,
 ) -> None:
     """What the operations of two runs took: the difference of their averages, and that over the first's."""
+    from echograph.profiler.analyses import workbook
     from echograph.profiler.byteprofile import report
 
-    report.check_workbook(xlsx)
+    workbook.check_workbook(xlsx)
     with progress(f"reading {first} and {second}"):
         one, two = report.statistics_of(first), report.statistics_of(second)
     compared = report.comparison(one, two, sort=sort, head=head)
     sheets = {"stats1": report.statistics_table(one), "stats2": report.statistics_table(two)}
-    report.write_workbook(xlsx, sheets | {"diff": report.comparison(one, two, sort=sort)})
+    workbook.write_workbook(xlsx, sheets | {"diff": report.comparison(one, two, sort=sort)})
     _show({"compare": compared}, as_json)
 
 

@@ -33,6 +33,9 @@ from echograph.units import format_bytes, format_time
 from echograph.workflow.measure import MeasuringOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from echograph.profiler.analyses.table import AnswerTable
     from echograph.profiler.measure.ops import OpTiming
     from echograph.profiler.traces import TraceSet
 
@@ -59,9 +62,15 @@ def analyze_command(
         str, typer.Option(help="What reads: local (processes here), or ray (a Ray cluster, a task a rank).")
     ] = "local",
     cache: Annotated[bool, typer.Option(help="Keep what was read, so that a second look is quick.")] = True,
+    against: Annotated[
+        Path | None, typer.Option(help="Another run's traces: both side by side, what differs most first.")
+    ] = None,
     html: Annotated[
         Path | None,
         typer.Option(help="Write a page that a browser shows: the whole picture, or one analysis with its plot."),
+    ] = None,
+    xlsx: Annotated[
+        Path | None, typer.Option(help="Write a workbook: a sheet for every analysis, or for the one named.")
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     as_json: Json = False,
@@ -72,16 +81,17 @@ def analyze_command(
 ) -> None:
     """Answer a question about measured traces: where the time goes, what waits, what is launched."""
     from echograph.profiler.analyses import ANALYSES, COPIES
-    from echograph.workflow.analyze import OVERVIEW, analysis_page, parse_options, read_folder, write_copy
+    from echograph.profiler.analyses.workbook import check_workbook, write_workbook
+    from echograph.workflow.analyze import (
+        analysis_page,
+        answers,
+        every_answer,
+        parse_options,
+        read_folder,
+        write_copy,
+    )
 
-    if as_csv and as_json:
-        raise UsageError("--csv and --json: give one of them")
-    if html and (as_csv or as_json or output):
-        raise UsageError("--html: a page is written alone; leave out --csv, --json and --output")
-    if (as_csv or output) and not name and not as_json:
-        raise UsageError("the overview is several tables: name one analysis, or ask for --json")
-    if option and not name:
-        raise UsageError("--option: name the analysis that it is for")
+    _check_analysis(name, option or (), html=html, xlsx=xlsx, as_csv=as_csv, as_json=as_json, output=output)
     if name:
         ANALYSES[name]
 
@@ -93,18 +103,52 @@ def analyze_command(
     wanted = sorted(parse_ranks("--ranks", ranks)) if ranks else None
     for target in filter(None, (output, html)):
         check_writable(target)
+    check_workbook(xlsx)
     found = read(traces, wanted)
+    other = None if against is None else read(against, wanted)
     if html is not None:
         with progress("analysing") as say:
-            page = analysis_page(found, traces.resolve().name, name, options, say)
+            beside = None if against is None or other is None else (against.resolve().name, other)
+            page = analysis_page(found, traces.resolve().name, name, options, beside, say)
         write_whole(html, [page])
+        return
+    if xlsx is not None:
+        with progress("analysing") as say:
+            write_workbook(xlsx, answers(found, name, options, other) if name else every_answer(found, other, say))
         return
     if output is not None and name in COPIES and not (as_csv or as_json):
         print_notes(found.notes)
         write_copy(found, name, output, options)
         return
-    asked = {name: options} if name else {each: {} for each in OVERVIEW}
-    tables = {each: ANALYSES[each](found, **chosen) for each, chosen in asked.items()}
+    _print_answers(answers(found, name, options, other), name, as_csv=as_csv, as_json=as_json, output=output)
+
+
+def _check_analysis(
+    name: str,
+    option: Sequence[str],
+    *,
+    html: Path | None,
+    xlsx: Path | None,
+    as_csv: bool,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    """Refuses options of `analyze` that do not go together."""
+    if as_csv and as_json:
+        raise UsageError("--csv and --json: give one of them")
+    if html and (as_csv or as_json or output or xlsx):
+        raise UsageError("--html: a page is written alone; leave out --xlsx, --csv, --json and --output")
+    if xlsx and (as_csv or as_json or output):
+        raise UsageError("--xlsx: a workbook is written alone; leave out --csv, --json and --output")
+    if (as_csv or output) and not name and not as_json:
+        raise UsageError("the overview is several tables: name one analysis, or ask for --json")
+    if option and not name:
+        raise UsageError("--option: name the analysis that it is for")
+
+
+def _print_answers(
+    tables: dict[str, AnswerTable], name: str, *, as_csv: bool, as_json: bool, output: Path | None
+) -> None:
     print_notes(dict.fromkeys(note for table in tables.values() for note in table.notes))
     if not (as_csv or as_json or output):
         print_tables(tables)

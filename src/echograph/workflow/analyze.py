@@ -10,16 +10,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echograph.errors import UnknownNameError, UsageError
+from echograph.errors import DataError, EchoError, UnknownNameError, UsageError
 from echograph.ir.timeline import Timeline
 from echograph.progress import Progress, silent
 from echograph.simulator.result import Result
 
 if TYPE_CHECKING:
     from echograph.profiler.analyses.collective_times import Fabric
+    from echograph.profiler.analyses.memory import PredictedMemory
     from echograph.profiler.analyses.table import AnswerTable
     from echograph.profiler.traces import TraceSet
 
+_COMPARED = ("steps", "rank-times", "kernels", "communication", "call-stacks")
+# Rows of each table of two runs, where no analysis is named.
+_MOST = 12
 OVERVIEW = ("steps", "temporal-breakdown", "kernel-types", "overlap", "idle")
 """The analyses that together say where the time goes."""
 
@@ -61,6 +65,8 @@ def analyze(
             raise UnknownNameError(f"option of {name}", key, known)
     if isinstance(options.get("cluster"), str):
         options["cluster"] = fabric_of(options["cluster"])
+    if isinstance(options.get("predicted"), str | Path):
+        options["predicted"] = predicted_memory(Path(options["predicted"]))
     found: AnswerTable = analysis(_traces(what, ranks, last_step, say), **options)
     return found
 
@@ -83,6 +89,22 @@ def fabric_of(cluster: str) -> Fabric:
         return collective_time(name, nbytes, where.place(ranks), where).seconds
 
     return seconds
+
+
+def predicted_memory(path: Path) -> PredictedMemory:
+    """What a result of `echosim run` says of a rank's memory.
+
+    Raises:
+        InputError: the file cannot be read, or is no result.
+        DataError: memory was not worked out in it.
+    """
+    from echograph.profiler.analyses.memory import PredictedMemory
+    from echograph.workflow.compare import read_result
+
+    memory = read_result(path)["memory"]
+    if memory is None:
+        raise DataError(f"{path}: says nothing of memory: its graph has no tensors")
+    return PredictedMemory(memory["peak_bytes"], memory.get("reserved_bytes"))
 
 
 def _traces(
@@ -147,8 +169,64 @@ def read_folder(
     )
 
 
+def answers(
+    traces: TraceSet, name: str, options: Mapping[str, Any], against: TraceSet | None = None
+) -> dict[str, AnswerTable]:
+    """The answer of one analysis, or of those that say most, by name.
+
+    Args:
+        traces: the traces.
+        name: name of the analysis; "": an overview.
+        options: options of the analysis, by name.
+        against: another run, beside which each answer is put; of an overview, the first rows.
+
+    Raises:
+        EchoError: as the analysis, or it has no two runs side by side.
+    """
+    from echograph.profiler.analyses import ANALYSES
+    from echograph.profiler.analyses.against import side_by_side
+
+    if against is None:
+        asked = {name: options} if name else {each: {} for each in OVERVIEW}
+        return {each: ANALYSES[each](traces, **chosen) for each, chosen in asked.items()}
+    if name:
+        return {name: side_by_side(name, traces, against, **options)}
+    return {each: side_by_side(each, traces, against).first(_MOST, each) for each in _COMPARED}
+
+
+def every_answer(
+    traces: TraceSet, against: TraceSet | None = None, say: Progress = silent
+) -> dict[str, AnswerTable]:
+    """What every analysis answers, or every one that has two runs side by side; for a workbook.
+
+    An analysis that cannot be made of these traces is a table without columns, whose note says why.
+
+    Args:
+        traces: the traces.
+        against: another run, beside which each answer is put.
+        say: told what is being analysed.
+    """
+    from echograph.profiler.analyses import ANALYSES
+    from echograph.profiler.analyses.against import COMPARED
+    from echograph.profiler.analyses.table import AnswerTable
+
+    found: dict[str, AnswerTable] = {}
+    for name in ANALYSES if against is None else COMPARED:
+        say(f"analysing {name}")
+        try:
+            found |= answers(traces, name, {}, against)
+        except EchoError as error:
+            found[name] = AnswerTable(columns={}, notes=(str(error),))
+    return found
+
+
 def analysis_page(
-    traces: TraceSet, folder: str, name: str, options: Mapping[str, Any], say: Progress = silent
+    traces: TraceSet,
+    folder: str,
+    name: str,
+    options: Mapping[str, Any],
+    against: tuple[str, TraceSet] | None = None,
+    say: Progress = silent,
 ) -> str:
     """One analysis of traces with its plot as an HTML page, or the whole picture.
 
@@ -157,11 +235,17 @@ def analysis_page(
         folder: what they are called on the page.
         name: name of the analysis; "": the whole picture.
         options: options of the analysis, by name.
+        against: another run and what it is called, beside which the page puts the traces.
         say: told how far it is.
     """
     from echograph.profiler.analyses import ANALYSES
+    from echograph.profiler.page.comparison import comparison
     from echograph.profiler.page.report import page_of, report
 
+    if against is not None:
+        other, compared = against
+        names, chosen = ([name], {name: options}) if name else (None, {})
+        return comparison(traces, compared, f"{folder} against {other}", names, chosen, say)
     if name:
         return page_of(name, ANALYSES[name](traces, **options), f"{name} of {folder}")
     return report(traces, f"Traces of {folder}", say)
@@ -172,6 +256,9 @@ def write_copy(traces: TraceSet, name: str, output: Path, options: Mapping[str, 
     from echograph.ir.files import write_whole
     from echograph.profiler.analyses import COPIES
 
+    for trace in traces.values():
+        if not trace.has_file:
+            raise UsageError(f"{trace.path}: {trace.header.get('format')}: only PyTorch's JSON has a copy")
     parts: Iterable[bytes] = COPIES[name](traces, **options)
     write_whole(output, _gzipped(parts) if output.suffix == ".gz" else parts)
 
@@ -206,6 +293,7 @@ def parse_options(name: str, given: Iterable[str], read: Callable[[Path], TraceS
 
     from echograph.profiler.analyses import ANALYSES
     from echograph.profiler.analyses.collective_times import Fabric
+    from echograph.profiler.analyses.memory import PredictedMemory
     from echograph.profiler.traces import TraceSet
 
     analysis = ANALYSES[name]
@@ -219,6 +307,9 @@ def parse_options(name: str, given: Iterable[str], read: Callable[[Path], TraceS
             raise UnknownNameError(f"option of {name}", key, known)
         if types[key] == TraceSet | None:
             options[key] = read(Path(value))
+            continue
+        if types[key] == PredictedMemory | None:
+            options[key] = predicted_memory(Path(value))
             continue
         if types[key] == Fabric | None:
             options[key] = fabric_of(value)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import statistics as python_statistics
-import zipfile
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from profiled_jobs import BW_A, BW_B, FW_A, FW_B, OTHERS, PARTS, STEP, byteprofile, complete, write
 
 from echograph.errors import DataError, OutputError
-from echograph.profiler.analyses.table import from_rows
 from echograph.profiler.byteprofile.reader import columns_of, events_of, find_job
 from echograph.profiler.byteprofile.report import (
     category_table,
@@ -24,7 +21,6 @@ from echograph.profiler.byteprofile.report import (
     settings_table,
     statistics,
     statistics_table,
-    write_workbook,
 )
 
 MS = 1e-3  # of a microsecond
@@ -184,48 +180,6 @@ def test_an_offset_moves_kernels_and_an_operator_around_others_is_found(tmp_path
     assert not len(mapping(*read))
     with pytest.raises(DataError, match="has no operators"):
         mapping(read[1], read[1])
-
-
-def sheets(path: Path) -> dict[str, list[list[str]]]:
-    """What a workbook holds, read as the format says: text by number, cells by row."""
-    space = {"m": "http://schemas.openxmlformats.org/spreadsheetml/2006/main"}
-    with zipfile.ZipFile(path) as archive:
-        shared = ElementTree.fromstring(archive.read("xl/sharedStrings.xml")).findall("m:si", space)
-        texts = ["".join(item.itertext()) for item in shared]
-        names = [
-            item.attrib["name"]
-            for item in ElementTree.fromstring(archive.read("xl/workbook.xml")).findall("m:sheets/m:sheet", space)
-        ]
-        found = {}
-        for number, name in enumerate(names, start=1):
-            sheet = ElementTree.fromstring(archive.read(f"xl/worksheets/sheet{number}.xml"))
-            found[name] = [
-                [
-                    texts[int(cell.findtext("m:v", "", space))]
-                    if cell.attrib.get("t") == "s"
-                    else cell.findtext("m:v", "", space)
-                    for cell in row.findall("m:c", space)
-                ]
-                for row in sheet.findall("m:sheetData/m:row", space)
-            ]
-    return found
-
-
-def test_a_workbook_holds_the_tables(tmp_path: Path) -> None:
-    pytest.importorskip("xlsxwriter", reason="needs the [report] extra")
-    tables = {
-        "stats1": from_rows(("name", "count", "avg_ms"), [("=1+1", 2, 0.25), ("http://a", 3, None)]),
-        "diff": from_rows(("name",), [("x",)]),
-    }
-    write_workbook(tmp_path / "a.xlsx", tables)
-    write_workbook(tmp_path / "b.xlsx", tables)
-    assert (tmp_path / "a.xlsx").read_bytes() == (tmp_path / "b.xlsx").read_bytes()
-    assert sheets(tmp_path / "a.xlsx") == {
-        "stats1": [["name", "count", "avg_ms"], ["=1+1", "2", "0.25"], ["http://a", "3"]],
-        "diff": [["name"], ["x"]],
-    }
-    with pytest.raises(OutputError, match=r"the ending of a workbook is \.xlsx"):
-        write_workbook(tmp_path / "a.csv", tables)
 
 
 def test_a_trace_without_events_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from echograph.errors import FormatError, InputError
 from echograph.ir.comms.record import FORMAT, CallSignature, EndLine, GroupLine, HeaderLine, Heartbeat, encode
-from echograph.profiler.comms.readers.flight_recorder import plain_pickle, read_dump
+from echograph.ir.plain_pickle import plain_pickle
+from echograph.profiler.comms.readers.flight_recorder import read_dump
 from echograph.profiler.comms.report import Report, report_on
 
 HEADER = HeaderLine(format=FORMAT, version=(1, 0), rank=0, world=1)

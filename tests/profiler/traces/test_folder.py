@@ -54,8 +54,8 @@ def test_only_the_ranks_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.M
     for rank in range(4):
         write(tmp_path / f"{rank}.json", [work("k", 1, 1)], rank=rank)
     read: list[str] = []
-    whole = folder.read_trace
-    monkeypatch.setattr(folder, "read_trace", lambda file, say: (read.append(file.name), whole(file, say))[1])
+    whole = folder.read_any
+    monkeypatch.setattr(folder, "read_any", lambda file, say: (read.append(file.name), whole(file, say))[1])
     assert list(read_traces(tmp_path, [1, 3])) == [1, 3]
     assert read == ["1.json", "3.json"]
     with pytest.raises(UsageError, match="no trace of rank 7; there are 0, 1, 2, 3"):
@@ -118,7 +118,7 @@ def test_a_second_look_reads_columns(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kept = tmp_path / "cache"
     first = read_traces(file, cache_folder=kept)[0]
     assert len(list(kept.iterdir())) == 1
-    monkeypatch.setattr(folder, "read_trace", None)
+    monkeypatch.setattr(folder, "read_any", None)
     assert equal(first, read_traces(file, cache_folder=kept)[0])
     moved = file.rename(file.with_name("renamed.json.gz"))
     assert read_traces(moved, cache_folder=kept)[0].path == str(moved)

@@ -12,6 +12,7 @@ from echograph.profiler.analyses.work import KernelKind, kind_of_name
 from echograph.profiler.traces.kernel_names import COMMUNICATION, function_name
 
 COMMUNICATES = """
+all-reduce-start.12
 ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*, unsigned long, ncclWork*)
 ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclWorkElem)
 ncclSymkDevKernel_AllReduce_AGxLL_R_sum_bf16
