@@ -220,7 +220,7 @@ def shape_uses(traces: TraceSet, device: str = "", notes: list[str] | None = Non
     uses: dict[Hashable, ShapeUse] = {}
     said = [] if notes is None else notes
     for rank, trace in traces.items():
-        profile = load_device(device) if device else _profile_of(trace, said)
+        profile = load_device(device) if device else profile_of(trace, said)
         found = origins(trace)
         calls = device_calls(trace, found)
         if not calls:
@@ -234,7 +234,7 @@ def shape_uses(traces: TraceSet, device: str = "", notes: list[str] | None = Non
     return sorted(uses.values(), key=lambda use: (-sum(use.times), use.call.name))
 
 
-def _profile_of(trace: Trace, notes: list[str]) -> DeviceProfile | None:
+def profile_of(trace: Trace, notes: list[str]) -> DeviceProfile | None:
     """The profile of the device that a trace says it ran on."""
     listed = trace.header.get("deviceProperties")
     known = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []

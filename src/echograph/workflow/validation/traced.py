@@ -1,0 +1,484 @@
+"""A measured trace as a test of the prediction: the model and plan that it shows, predicted, and compared with it.
+
+The model is compiled, spread and simulated as `echosim run` does it, on the device that the trace names. What ran
+in the trace's steps is then laid beside what was predicted, operator by operator. Where no model is known, the
+graph that is lowered from the trace itself is the base: its kernels take what our cost models say of their shapes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from echograph.errors import UsageError
+from echograph.ir.columns import Int64
+from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.tables import text_table
+from echograph.ir.timeline import Lane, Timeline
+from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Phase
+from echograph.models import model_entries
+from echograph.profiler.analyses.step_calls import (
+    COMMUNICATION,
+    OPTIMIZER,
+    DeviceTime,
+    StepCall,
+    TracedStep,
+    TracedTraining,
+    device_time,
+    family,
+    launched_elements,
+    traced_steps,
+    traced_training,
+)
+from echograph.profiler.traces.trace import Trace, TraceSet
+from echograph.progress import Progress, silent
+from echograph.simulator.clusters import DEFAULT_CLUSTER, cluster_names, load_cluster
+from echograph.simulator.result import Result
+from echograph.units import to_s
+from echograph.workflow.plan import Plan
+from echograph.workflow.system import System, SystemOptions
+
+if TYPE_CHECKING:
+    from echograph.frontend.pytorch.spec import ModelSizes
+    from echograph.profiler.costs import DeviceProfile
+
+COMPILED, LOWERED = "compiled model", "graph lowered from the trace"
+"""What a trace was compared with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorRow:
+    """An operator in a part of the step; times and counts are of one step on one rank.
+
+    Attributes:
+        operator: its family, as "convolution".
+        phase: part of the step; "communication" of collectives, "optimizer" of all of the optimizer.
+        calls: measured calls.
+        predicted_calls: predicted ones.
+        matched: measured calls that stand for a predicted one.
+        measured_s: device time, seconds.
+        matched_s: that of the matched calls.
+        predicted_s: predicted time of all its calls.
+    """
+
+    operator: str
+    phase: str
+    calls: float
+    predicted_calls: float
+    matched: float
+    measured_s: float
+    matched_s: float
+    predicted_s: float
+
+    @property
+    def difference_s(self) -> float:
+        """How much longer it took than was predicted."""
+        return self.measured_s - self.predicted_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceValidation:
+    """A trace beside its prediction.
+
+    Attributes:
+        source: the trace.
+        base: what predicted it: `COMPILED` or `LOWERED`.
+        model: name of the model; "" for a graph lowered from the trace.
+        plan: words of the plan that were read off the trace or given.
+        device: of the profile.
+        cluster: whose network and hosts are taken.
+        rank: the rank that is compared.
+        steps: names of the steps that are averaged.
+        parts: measured and predicted seconds of a step: "step", "compute", "communication", "hidden" (of the
+            communication, beside computation), "idle" of the device.
+        operators: rows, those first that differ most.
+        notes: what was inferred, assumed or is missing, a line each.
+    """
+
+    source: str
+    base: str
+    model: str
+    plan: Mapping[str, Any]
+    device: str
+    cluster: str
+    rank: int
+    steps: tuple[str, ...]
+    parts: Mapping[str, tuple[float, float]]
+    operators: tuple[OperatorRow, ...]
+    notes: tuple[str, ...]
+
+    def matched_share(self, *, communication: bool = True) -> float:
+        """Share of the measured device time that stands for a predicted operator.
+
+        Args:
+            communication: count collectives, in whose time a rank waits for others, too.
+        """
+        rows = [row for row in self.operators if communication or row.phase != COMMUNICATION]
+        measured = sum(row.measured_s for row in rows)
+        return sum(row.matched_s for row in rows) / measured if measured else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The record of `echosim validate --trace --json`."""
+        found = asdict(self)
+        found["matched_share"] = self.matched_share()
+        found["matched_share_without_communication"] = self.matched_share(communication=False)
+        found["parts"] = {
+            name: {"measured_s": measured, "predicted_s": predicted, "difference_s": measured - predicted}
+            for name, (measured, predicted) in self.parts.items()
+        }
+        found["operators"] = [asdict(row) | {"difference_s": row.difference_s} for row in self.operators]
+        return found
+
+    def __str__(self) -> str:
+        """What was compared with what, where the step's time goes in both, and the operators that differ most."""
+        return "\n".join(_lines(self))
+
+
+_SHOWN = 24
+
+
+def _lines(found: TraceValidation) -> Iterator[str]:
+    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.plan.items())
+    steps = found.steps[0] if len(found.steps) == 1 else f"{found.steps[0]} to {found.steps[-1]}"
+    yield f"{found.source}, rank {found.rank}, {steps}"
+    yield f"  base          {found.base}{f': {found.model}' if found.model else ''} {words}".rstrip()
+    yield f"  on            {found.device}, network and hosts of {found.cluster}"
+    yield (
+        f"  matched       {found.matched_share():.1%} of the measured device time "
+        f"({found.matched_share(communication=False):.1%} outside communication)"
+    )
+    rows = [
+        (name, f"{measured * 1e3:.3f}", f"{predicted * 1e3:.3f}", f"{(measured - predicted) * 1e3:+.3f}")
+        for name, (measured, predicted) in found.parts.items()
+    ]
+    yield text_table(("part of a step", "measured ms", "predicted ms", "difference ms"), rows)
+    yield text_table(
+        ("operator", "phase", "calls", "predicted", "matched", "measured ms", "predicted ms", "difference ms"),
+        [
+            (
+                row.operator[:48], row.phase, f"{row.calls:g}", f"{row.predicted_calls:g}", f"{row.matched:g}",
+                f"{row.measured_s * 1e3:.3f}", f"{row.predicted_s * 1e3:.3f}", f"{row.difference_s * 1e3:+.3f}",
+            )
+            for row in found.operators[:_SHOWN]
+        ],
+    )  # fmt: skip
+    if len(rest := found.operators[_SHOWN:]):
+        yield f"and {len(rest)} more, which differ by {sum(abs(r.difference_s) for r in rest) * 1e3:.3f} ms in all"
+    yield from (f"note: {note}" for note in found.notes)
+
+
+# -- matching --------------------------------------------------------------------------------------------------
+
+Key = tuple[str, str, int]
+
+
+def compare(measured: Sequence[Sequence[StepCall]], predicted: Sequence[StepCall]) -> tuple[OperatorRow, ...]:
+    """The operators of some measured steps beside those of a predicted one, those first that differ most.
+
+    The n-th call of an operator in a phase stands for the n-th predicted one; where both sides say how large their
+    tensors are, of those that are equally large. All of the optimizer stands for all of it.
+
+    Args:
+        measured: the calls of each step.
+        predicted: the calls of one.
+    """
+    sized = any(call.size for calls in measured for call in calls if call.phase != COMMUNICATION)
+    theirs = [Counter(map(lambda call: _key(call, sized), calls)) for calls in measured]
+    ours = Counter(_key(call, sized) for call in predicted)
+    took: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for calls, count in zip(measured, theirs, strict=True):
+        seen = Counter[Key]()
+        for call in calls:
+            key = _key(call, sized)
+            seen[key] += 1
+            whole = call.phase == OPTIMIZER and ours[key]
+            row = took[key[:2]]
+            row[0] += call.duration
+            if whole or seen[key] <= ours[key]:
+                row[1], row[2] = row[1] + call.duration, row[2] + 1
+    times: dict[tuple[str, str], int] = defaultdict(int)
+    for call in predicted:
+        times[_key(call, sized)[:2]] += call.duration
+    steps = max(1, len(measured))
+    rows = [
+        OperatorRow(
+            operator=operator,
+            phase=phase,
+            calls=sum(n for count in theirs for key, n in count.items() if key[:2] == (operator, phase)) / steps,
+            predicted_calls=sum(n for key, n in ours.items() if key[:2] == (operator, phase)),
+            matched=took[operator, phase][2] / steps,
+            measured_s=to_s(round(took[operator, phase][0] / steps)),
+            matched_s=to_s(round(took[operator, phase][1] / steps)),
+            predicted_s=to_s(times[operator, phase]),
+        )
+        for operator, phase in dict.fromkeys((*took, *times))
+    ]
+    return tuple(sorted(rows, key=lambda row: -abs(row.difference_s)))
+
+
+def _key(call: StepCall, sized: bool) -> Key:
+    """What calls have in common that may stand for each other."""
+    counts = sized and call.phase not in (COMMUNICATION, OPTIMIZER) and not call.operator.startswith("ddp.")
+    return call.operator, call.phase, call.size if counts else 0
+
+
+def predicted_calls(job: JobGraph, timeline: Timeline, program: int) -> list[StepCall]:
+    """What a program runs on its device, in the order in which it begins; views and waits take no time.
+
+    Args:
+        job: the job.
+        timeline: of its simulation.
+        program: number of the program.
+    """
+    rows = np.flatnonzero((timeline.program == program) & (timeline.lane == Lane.DEVICE) & (timeline.duration > 0))
+    rows = rows[np.argsort(timeline.start[rows], kind="stable")]
+    known: dict[int, tuple[str, str, int]] = {}
+    found = []
+    for row in rows.tolist():
+        op = int(timeline.op[row])
+        if op not in known:
+            known[op] = _described(job, op)
+        operator, phase, size = known[op]
+        found.append(
+            StepCall(
+                operator=operator, phase=phase, size=size, duration=int(timeline.duration[row]),
+                start=int(timeline.start[row]), number=op,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _described(job: JobGraph, op: int) -> tuple[str, str, int]:
+    ops = job.ops
+    kind, phase = OpKind(int(ops.kind[op])), Phase(int(ops.phase[op]))
+    if kind in COMMUNICATIONS:
+        word = CollectiveKind(int(ops.variant[op])).name.lower() if kind is OpKind.COLLECTIVE else kind.name.lower()
+        return word, COMMUNICATION, int(ops.nbytes[op])
+    name = job.strings[ops.name[op]]
+    if phase is Phase.OPTIMIZER:
+        return OPTIMIZER, OPTIMIZER, 0
+    inputs = [job.tensors[i].numel for i in ops.inputs.row(op)]
+    return family(name), phase.name.lower(), max(inputs, default=0)
+
+
+def program_of(job: JobGraph, rank: int) -> int:
+    """The program that a rank runs."""
+    for number, program in enumerate(job.programs):
+        at = job.coordinates(rank) if job.mesh else {}
+        if rank in program.ranks or (not program.ranks and all(at[a] == v for a, v in program.coordinates.items())):
+            return number
+    return 0
+
+
+# -- what a trace shows ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Setup:
+    """Model, sizes and plan as far as they are known, and what of it was inferred."""
+
+    model: str
+    plan: Plan
+    spec: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def validate_trace(
+    traces: TraceSet,
+    *,
+    model: str = "",
+    plan: Plan | None = None,
+    sizes: ModelSizes | None = None,
+    spec: Mapping[str, Any] = MappingProxyType({}),
+    system_options: SystemOptions | None = None,
+    source: str = "",
+    say: Progress = silent,
+) -> TraceValidation:
+    """Predicts the step that a trace shows, and lays both side by side.
+
+    Args:
+        traces: the job's; the lowest rank is compared.
+        model: a name of the zoo, a configuration, or `file.py:function`; "": the model whose parameters are as
+            many as what the ranks add up in a step.
+        plan: what the trace does not show of how the step is spread, or shows wrong.
+        sizes: of the model; None: samples as the trace's shapes or grids tell.
+        spec: fields of `StepSpec` that are given.
+        system_options: another device than the trace names, and the like.
+        source: what the trace is called.
+        say: told what goes on.
+
+    Raises:
+        UsageError: the trace shows neither a model nor shapes; nothing ran on a device.
+        EchoError: as `compile`, `lower` and `simulate`.
+    """
+    rank = min(traces)
+    trace = traces[rank]
+    say("reading the steps")
+    steps = traced_steps(trace)
+    if not any(step.calls for step in steps):
+        raise UsageError(f"{trace.path}: nothing ran on a device in its steps: there is nothing to compare")
+    shows = traced_training(trace, steps)
+    found = _setup(shows, model, plan or Plan(), dict(spec))
+    system = _system(trace, found, system_options or SystemOptions())
+    source = source or Path(trace.path).name
+    if not found.model:
+        from echograph.workflow.validation.lowered import validate_lowered
+
+        return validate_lowered(traces, steps, system, source, found.notes, say)
+    graph = _compiled(found, sizes, say)
+    found.plan = _with_samples(graph, trace, steps, found)
+    return _predicted(graph, found, system, steps, rank, source, say)
+
+
+def _predicted(
+    graph: StepGraph, found: _Setup, system: System, steps: list[TracedStep], rank: int, source: str, say: Progress
+) -> TraceValidation:
+    from echograph.workflow.predict import lower, simulate
+
+    say("simulating")
+    job = lower(graph, found.plan, system)
+    result = simulate(job, system, plan=found.plan, memory=False)
+    assert result.job is not None
+    calls, time = _of_rank(result, result.job, rank)
+    if not any(call.size for call in steps[0].calls if call.phase != COMMUNICATION):
+        found.notes.append("the trace has no shapes: calls are matched by operator, phase and order alone")
+    return TraceValidation(
+        source=source,
+        base=COMPILED,
+        model=found.model,
+        plan={name: value for name, value in found.plan.given.items() if name != "cluster"} | found.spec,
+        device=system.cluster.device,
+        cluster=system.cluster.name,
+        rank=rank,
+        steps=tuple(step.name for step in steps),
+        parts=beside(steps, time),
+        operators=compare([step.calls for step in steps], calls),
+        notes=tuple(found.notes),
+    )
+
+
+def _of_rank(result: Result, job: JobGraph, rank: int) -> tuple[list[StepCall], DeviceTime]:
+    timeline, program = result.timeline, program_of(job, rank)
+    calls = predicted_calls(job, timeline, program)
+    start = np.array([call.start for call in calls], np.int64)
+    end = start + np.array([call.duration for call in calls], np.int64)
+    communicates = np.array([call.phase == COMMUNICATION for call in calls], np.bool_)
+    return calls, device_time(result.step_ps, start, end, communicates)
+
+
+def beside(steps: Sequence[TracedStep], predicted: DeviceTime) -> dict[str, tuple[float, float]]:
+    """Where a step's time goes, measured (the mean of the steps) and predicted; seconds."""
+    names = ("step", "compute", "communication", "hidden", "idle")
+    return {
+        name: (
+            float(np.mean([getattr(step.time, name) for step in steps])) / 1e12,
+            to_s(getattr(predicted, name)),
+        )
+        for name in names
+    }
+
+
+def _setup(shows: TracedTraining, model: str, plan: Plan, spec: dict[str, Any]) -> _Setup:
+    """What the trace shows of the model and the plan; what is given counts more."""
+    found = _Setup(model, plan, spec)
+    if not model and shows.gradients:
+        named = [entry.name for entry in model_entries() if entry.parameters == shows.gradients]
+        if len(named) == 1:
+            found.model = named[0]
+            found.notes.append(
+                f"model: {named[0]}, whose {shows.gradients:,} parameters are as many as the ranks add up"
+            )
+    given = plan.given
+    if "gpus" not in given and shows.ranks:
+        found.plan = replace(found.plan, gpus=shows.ranks)
+    if not found.model:
+        return found
+    if "recompute" not in given and shows.recomputes:
+        found.plan = replace(found.plan, recompute="full")
+        found.notes.append("recompute: full, since forward operators run in the backward pass")
+    if "dtype" not in spec and shows.dtype in ("fp32", "bf16", "fp16"):
+        found.spec["dtype"] = shows.dtype
+        if shows.dtype != "fp32":
+            found.spec.setdefault("master_weights", False)
+        found.notes.append(f"dtype: {shows.dtype}, that of the gradients")
+    if "optimizer" not in spec and shows.optimizer in ("sgd", "adam", "adamw"):
+        found.spec["optimizer"] = shows.optimizer
+    if shows.others and not set(given) - {"gpus", "cluster"}:
+        raise UsageError(
+            f"the trace has {', '.join(shows.others)} beside the sums of data parallelism: say how the step is "
+            "spread, as --zero 3 or --tp 8"
+        )
+    return found
+
+
+def _system(trace: Trace, found: _Setup, options: SystemOptions) -> System:
+    """The trace's device, in the cluster that is given or the first one that has it."""
+    from echograph.profiler.analyses.shapes import profile_of
+
+    said: list[str] = []
+    profile = None if options.device else profile_of(trace, said)
+    if profile is None and not options.device:
+        raise UsageError(f"{said[0]}" if said else f"{trace.path}: does not name its device: give --device")
+    name = options.device or (profile.name if profile else "")
+    cluster = found.plan.given.get("cluster")
+    if cluster is None:
+        having = [one for one in cluster_names() if load_cluster(one).device == name]
+        cluster = having[0] if having else DEFAULT_CLUSTER
+        found.notes.append(f"network and hosts: assumed to be those of {cluster}: give --cluster")
+        found.plan = replace(found.plan, cluster=cluster)
+    return replace(options, device=name).system(cluster)
+
+
+def _compiled(found: _Setup, sizes: ModelSizes | None, say: Progress) -> StepGraph:
+    from echograph.frontend.pytorch.spec import StepSpec
+    from echograph.workflow.compile import compile as compile_model
+
+    of_model = {} if sizes is None else asdict(sizes)
+    return compile_model(found.model, StepSpec(**found.spec), say=say, **of_model)
+
+
+def _with_samples(graph: StepGraph, trace: Trace, steps: list[TracedStep], found: _Setup) -> Plan:
+    """The plan with the samples of a micro-batch, as the trace's tensors are as much larger than the graph's."""
+    if "micro_batch" in found.plan.given:
+        return found.plan
+    was = graph.workload.batch_size
+    ours = _sizes_of_graph(graph)
+    forward = [call for call in steps[0].calls if call.phase == "forward"]
+    theirs, how = {call: call.size for call in forward if call.size}, "shapes"
+    if not theirs:
+        theirs, how = launched_elements(trace, forward), "grids of elementwise kernels, 4 elements a thread"
+    votes = Counter[int]()
+    for word, mine in ours.items():
+        measured = [size for call, size in theirs.items() if call.operator == word]
+        if len(measured) == len(mine):
+            votes.update(round(was * size / own) for size, own in zip(measured, mine, strict=True) if own)
+    best = votes.most_common(1)
+    if not best or best[0][0] < 1 or best[0][1] * 2 <= sum(votes.values()):
+        raise UsageError(
+            f"{trace.path}: does not show how many samples a micro-batch has: give --micro-batch"
+        )
+    found.notes.append(f"micro-batch: {best[0][0]} samples, by the {how}")
+    return replace(found.plan, micro_batch=best[0][0])
+
+
+_PER_SAMPLE = ("relu", "gelu", "silu", "batch_norm", "native_layer_norm", "native_dropout", "_softmax")
+"""Families whose tensors grow with the samples alone."""
+
+
+def _sizes_of_graph(graph: StepGraph) -> dict[str, list[int]]:
+    """Elements that operators of the forward pass read, in order, of families that grow with the samples."""
+    from echograph.ir.unfold import unfold
+
+    flat = unfold(graph)
+    found: dict[str, list[int]] = defaultdict(list)
+    for row in np.flatnonzero(flat.ops.phase == Phase.FORWARD).tolist():
+        word = family(flat.strings[flat.ops.name[row]])
+        if word in _PER_SAMPLE:
+            found[word].append(max((flat.tensors[i].numel for i in flat.ops.inputs.row(row)), default=0))
+    return found
