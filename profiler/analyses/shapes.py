@@ -255,7 +255,7 @@ def _add(
     device_call: DeviceCall,
     call: ShapedCall | None,
     profile: DeviceProfile | None,
-) -> None:
+) -> ShapeUse:
     row, works = device_call
     kernels = trace.of_category(KERNELS)[works].tolist()
     texts = map(trace.text, works)
@@ -281,6 +281,20 @@ def _add(
     use.launches += len(works)
     for name, took in zip(names, trace.duration[works].tolist(), strict=True):
         use.kernels[name] += took
+    return use
+
+
+def costed_calls(trace: Trace, device: DeviceProfile) -> list[tuple[DeviceCall, ShapeUse]]:
+    """The calls of one rank, each with those like it, of which `predicted` says how long one should take.
+
+    Raises:
+        InputError: the trace's file is gone.
+    """
+    uses: dict[Hashable, ShapeUse] = {}
+    found = origins(trace)
+    calls = device_calls(trace, found)
+    described = described_calls(trace, found, sorted({call.row for call in calls if call.row != NONE}))
+    return [(call, _add(uses, trace, found, call, described.get(call.row), device)) for call in calls]
 
 
 TITLES = (

@@ -189,12 +189,17 @@ class LoweredTraces:
     notes: tuple[str, ...] = ()
 
 
+Instead = Mapping[int, Mapping[int, int]]
+"""Picoseconds by rank and row of its trace."""
+
+
 def lower(
     traces: TraceSet,
     name: str = "",
     say: Progress = silent,
     *,
     seen: Mapping[int, Observed] = MappingProxyType({}),
+    instead: Instead = MappingProxyType({}),
 ) -> LoweredTraces:
     """The job graph of the traces of a job.
 
@@ -203,11 +208,12 @@ def lower(
         name: of the graph.
         say: told how far it is.
         seen: how ranks were observed: durations are without what that cost, where it is known.
+        instead: other durations of work on devices than the measured ones.
 
     Raises:
         InputError: a trace's file is gone, or no trace has anything in it.
     """
-    return _Lowering(job_work_items(traces, say, seen), name, seen).run()
+    return _Lowering(job_work_items(traces, say, seen), name, seen, instead).run()
 
 
 @dataclass(slots=True)
@@ -215,6 +221,7 @@ class _Lowering:
     job: JobWorkItems
     name: str
     seen: Mapping[int, Observed]
+    instead: Instead
     builder: GraphBuilder = field(init=False)
     device: str = CPU
     groups: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -257,11 +264,17 @@ class _Lowering:
                 "phase": item.phase,
                 "stream": self.builder.stream(item.line),
                 "deps": sorted({number[id(one)] for one in item.after}),
-                "durations": (_duration(self.device, item.duration - item.cost),),
+                "durations": (self._takes(rank, item),),
             }
             number[id(item)] = at = self._add(rank, item, common, forward)
             if item.sequence != NONE and item.work is WorkKind.COMPUTE:
                 forward[item.sequence] = at
+
+    def _takes(self, rank: int, item: WorkItem) -> Duration:
+        other = self.instead.get(rank, {}).get(item.row)
+        if other is None:
+            return _duration(self.device, item.duration - item.cost)
+        return Duration(device=self.device, picoseconds=other, source=Source.ANALYTICAL)
 
     def _add(self, rank: int, item: WorkItem, common: Common, forward: Mapping[int, int]) -> int:
         match item.work:

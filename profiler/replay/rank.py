@@ -60,6 +60,7 @@ class WorkItem:
         nbytes: bytes copied.
         step: picoseconds that a step took which ends here; -1 for all else.
         cost: of the duration, what recording added to it.
+        row: of the work on a device that it is, in the trace; -1 for all else.
     """
 
     work: WorkKind
@@ -76,6 +77,7 @@ class WorkItem:
     nbytes: int = 0
     step: int = NONE
     cost: int = 0
+    row: int = NONE
 
     @property
     def end(self) -> int:
@@ -635,7 +637,8 @@ class _Rank(Walk):
         start, copy = self.start[row], trace.strings[trace.category[row]] in COPIES
         name = trace.text(row) if copy else operator_name(trace.text(operator if operator != NONE else row))
         work = WorkKind.COPY if copy else WorkKind.COMPUTE
-        item = WorkItem(work=work, name=name, line=line, start=start, duration=self.end[row] - start, key=key)
+        took = self.end[row] - start
+        item = WorkItem(work=work, name=name, line=line, start=start, duration=took, key=key, row=row)
         self.describe(item, row)
         if copy:
             item.nbytes = self._bytes(row)

@@ -169,16 +169,17 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[CollectiveCa
     issues = _issues(trace, stacks, rows)
     named, operators = trace.argument("Collective name"), trace.of_category(OPERATORS)
     sized = {row: _described(trace, stacks, row, named, operators) for row in rows.tolist()}
-    asked = sorted({where for _, where in sized.values() if where != NONE})
+    asked = sorted({where for _, places in sized.values() for where in places})
     said = dict(zip(asked, details(trace, np.array(asked, np.int64)), strict=True)) if asked else {}
     found, recorded, end = [], RecordedGroups(trace), trace.end
     for row in rows.tolist():
-        kind, where = sized[row]
-        arguments: dict[str, Any] = said.get(where, {}).get("args") or {}
-        (group, ranks), channel = _group(trace, arguments), ""
+        kind, places = sized[row]
+        told: list[dict[str, Any]] = [said[where].get("args") or {} for where in places]
+        (group, ranks), channel = _group(trace, told[0] if told else {}), ""
         if not ranks and (issue := issues.get(row, NONE)) != NONE:
             group, ranks, channel = recorded.of(int(trace.start[issue]), int(end[issue]))
-        nbytes, dtype = _size(arguments, kind, len(ranks))
+        sizes = [_size(arguments, kind, len(ranks)) for arguments in told]
+        nbytes, dtype = next((size for size in sizes if size[0]), sizes[0] if sizes else (0, ""))
         found.append(
             CollectiveCall(
                 rank=trace.rank, row=row, issue=issues.get(row, NONE), kind=kind, group=group, ranks=ranks,
@@ -271,9 +272,13 @@ def _issues(trace: Trace, stacks: Stacks, rows: np.ndarray[Any, Any]) -> dict[in
     return found
 
 
-def _described(trace: Trace, stacks: Stacks, row: int, named: Int64, operators: Bools) -> tuple[str, int]:
-    """The kind of a transfer, and the row that says most of it: its own, or one that it was called from."""
-    kind, where, best = kind_of(function_name(trace.text(row))), NONE, 0
+def _described(trace: Trace, stacks: Stacks, row: int, named: Int64, operators: Bools) -> tuple[str, list[int]]:
+    """The kind of a transfer, and the rows that say something of it, those first that say most.
+
+    Its own row or one that it was called from: a record of the collective, operators, annotations. Which of them
+    has the size differs: of lists of tensors the operator's shapes are not recorded, while the annotation's are.
+    """
+    kind, found = kind_of(function_name(trace.text(row))), list[tuple[int, int]]()
     for above in _ancestors(stacks, row):
         said = int(named[above])
         text = trace.strings[said] if said != NONE else trace.text(above)
@@ -281,12 +286,10 @@ def _described(trace: Trace, stacks: Stacks, row: int, named: Int64, operators: 
             continue
         # NCCL runs an all-to-all as sends and receives: the name of the call, where there is one, is right.
         kind = kind_of(text) or kind
-        known = 3 if said != NONE else 2 if operators[above] else 1
-        if known > best:
-            best, where = known, above
+        found.append((3 if said != NONE else 2 if operators[above] else 1, above))
         if said != NONE:
             break
-    return kind, where
+    return kind, [above for _, above in sorted(found, key=lambda one: -one[0])]
 
 
 def _ancestors(stacks: Stacks, row: int) -> Iterator[int]:

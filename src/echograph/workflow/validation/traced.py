@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 COMPILED, LOWERED = "compiled model", "graph lowered from the trace"
 """What a trace was compared with."""
+PARTS = ("step", "compute", "communication", "hidden", "idle")
+"""What a step's time is told apart into: `DeviceTime`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,13 +376,12 @@ def _of_rank(result: Result, job: JobGraph, rank: int) -> tuple[list[StepCall], 
 
 def beside(steps: Sequence[TracedStep], predicted: DeviceTime) -> dict[str, tuple[float, float]]:
     """Where a step's time goes, measured (the mean of the steps) and predicted; seconds."""
-    names = ("step", "compute", "communication", "hidden", "idle")
     return {
         name: (
             float(np.mean([getattr(step.time, name) for step in steps])) / 1e12,
             to_s(getattr(predicted, name)),
         )
-        for name in names
+        for name in PARTS
     }
 
 
