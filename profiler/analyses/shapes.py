@@ -8,7 +8,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from echograph.errors import EchoError, UsageError
@@ -17,7 +16,7 @@ from echograph.ir.types import Attention, Convolution, DType, Gemm
 from echograph.profiler.analyses.table import AnswerTable, from_rows, stacked
 from echograph.profiler.analyses.work import US, KernelKind, kinds
 from echograph.profiler.costs.device import CostEstimate, DeviceProfile, load_device, profile_of_hardware
-from echograph.profiler.costs.estimate import DTYPE_NAMES, cost_of
+from echograph.profiler.costs.estimate import DTYPE_NAMES, cost_of, in_tf32
 from echograph.profiler.traces.events import details
 from echograph.profiler.traces.kernel_names import function_name
 from echograph.profiler.traces.operands import ShapedCall, TracedOperand, TracedWork, operator_call, traced_work
@@ -176,7 +175,7 @@ class ShapeUse:
         if not self.work.op.bytes_read and not self.work.op.bytes_written:
             return None
         operands = self.work.inputs, self.work.outputs
-        device = _in_tf32(self.device) if self.wide else self.device
+        device = in_tf32(self.device) if self.wide else self.device
         if self.work.op.attributes is not None and operands[0][0].dtype not in (*DTYPE_NAMES, DType.FP64):
             return None  # products of whole numbers: no table
         try:
@@ -197,13 +196,6 @@ class ShapeUse:
         if op.flops and not peak:
             return 0.0, ""
         return max(compute, memory), "compute" if compute > memory else "memory"
-
-
-def _in_tf32(device: DeviceProfile) -> DeviceProfile:
-    """A device whose products of fp32 run in TF32, as a trace's kernels say they did."""
-    if "tf32" not in device.gemm:
-        return device
-    return msgspec.structs.replace(device, gemm={**device.gemm, "fp32": device.gemm["tf32"]})
 
 
 def shape_uses(traces: TraceSet, device: str = "", notes: list[str] | None = None) -> list[ShapeUse]:

@@ -31,7 +31,7 @@ COMMUNICATION, OPTIMIZER = "communication", "optimizer"
 """Stand for the phase of what is communicated, and for all operators of the optimizer: who updates many tensors at
 once is free in how many kernels it does that."""
 
-# Of what an operator ran within, and of its own name; the first that matches counts. A word with a dot is a graph's.
+# Of what an operator ran within, and of its own name; the first that matches counts.
 _WITHIN = (
     ("ddp.copy_to_bucket", r"torch::distributed::reducer::(mul_out|copy_)"),
     ("ddp.copy_from_bucket", r"torch\.distributed\.ddp\.reducer::copy_bucket_to_grad"),
@@ -104,10 +104,8 @@ class DeviceTime:
 
 
 def device_time(step: int, start: Int64, end: Int64, communicates: Bools) -> DeviceTime:
-    """Where the time goes of work that ran in a step; work that is launched in it and ends behind it counts too."""
-    compute, communication = (
-        union(start[rows], end[rows]).length for rows in (~communicates, communicates)
-    )
+    """Where the time goes of the work that a step launched, wherever it ends."""
+    compute, communication = (union(start[rows], end[rows]).length for rows in (~communicates, communicates))
     busy = union(start, end).length
     return DeviceTime(
         step=step, compute=compute, communication=communication, hidden=compute + communication - busy
@@ -159,7 +157,7 @@ def traced_steps(trace: Trace) -> list[TracedStep]:
 
 
 def _lengths(trace: Trace, works: dict[int, Int64], ends: dict[int, int]) -> dict[int, int]:
-    """How long each step took on the device: from its first work to that of the next one, since the host runs ahead.
+    """How long each step took: from its first work to that of the next one, since the host runs ahead.
 
     The last one ends with its last work, or where the host ends it.
     """
@@ -262,7 +260,7 @@ def traced_training(trace: Trace, steps: list[TracedStep]) -> TracedTraining:
 
 
 def _summed(trace: Trace) -> tuple[int, str]:
-    """Elements and type of what is all-reduced in a step, as calls of the host tell: a lone rank launches nothing."""
+    """Elements and type of what is all-reduced in a step, by calls of the host: a lone rank launches nothing."""
     name, count, types = (trace.argument(key) for key in ("Collective name", "In msg nelems", "dtype"))
     rows = np.flatnonzero(trace.of_category(OPERATORS) & (name != NONE) & (count >= _LEAST_GRADIENTS))
     rows = rows[[kind_of(trace.strings[int(code)]) == "all_reduce" for code in name[rows].tolist()]]
@@ -296,7 +294,13 @@ def launched_elements(trace: Trace, calls: Iterable[StepCall]) -> dict[StepCall,
     found = {}
     for row, event in zip(rows, details(trace, np.array(rows, np.int64)) if rows else (), strict=True):
         said = event.get("args") or {}
-        grid, block = (said.get(key) for key in ("grid", "block"))
-        if all(isinstance(n, list) and n and all(type(one) is int for one in n) for n in (grid, block)):
-            found[at[row]] = prod(grid) * prod(block) * _OF_A_THREAD
+        extents = [_extent(said.get(key)) for key in ("grid", "block")]
+        if all(extents):
+            found[at[row]] = prod(extents) * _OF_A_THREAD
     return found
+
+
+def _extent(said: object) -> int:
+    """Blocks of a grid, or threads of a block; 0 where the trace does not say."""
+    extents = [one for one in said if type(one) is int and one > 0] if isinstance(said, list) else []
+    return prod(extents) if isinstance(said, list) and extents and len(extents) == len(said) else 0

@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from echograph.errors import GraphError, UnavailableError
@@ -468,18 +470,38 @@ def _convolution(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEs
     if backward:
         passes = [p for p, like in (("input_gradient", image), ("weight_gradient", weight))
                   if any(t.shape == like.shape for t in operands[1])]  # fmt: skip
-    costs = [
-        _or_slower(
-            lambda dtype, which=which: convolution(  # type: ignore[misc]
-                device, batch=image.shape[0], in_channels=image.shape[1], out_channels=result.shape[1],
-                kernel=prod(weight.shape[2:]), in_positions=prod(image.shape[2:]),
-                out_positions=prod(result.shape[2:]), groups=attributes.groups, pass_=which, dtype=dtype,
-            ),
-            image.dtype, device,
-        )
-        for which in passes
-    ]  # fmt: skip
+    sizes = {
+        "batch": image.shape[0], "in_channels": image.shape[1], "out_channels": result.shape[1],
+        "kernel": prod(weight.shape[2:]), "in_positions": prod(image.shape[2:]),
+        "out_positions": prod(result.shape[2:]), "groups": attributes.groups,
+    }  # fmt: skip
+    where = _with_cudnns_default(device) if image.dtype is DType.FP32 else device
+
+    def of_pass(which: str) -> CostEstimate:
+        cost = partial(convolution, where, **sizes, pass_=which)
+        return _or_slower(lambda dtype: cost(dtype=dtype), image.dtype, where)
+
+    costs = [of_pass(which) for which in passes]
     return CostEstimate(sum(float(c.seconds) for c in costs), max(float(c.spread) for c in costs), "analytical")
+
+
+TF32_CONVOLUTIONS = ("ampere", "ada", "hopper", "blackwell")
+"""Architectures on which PyTorch lets cuDNN round operands of fp32 to TF32 in convolutions, unless it is told not
+to (`torch.backends.cudnn.allow_tf32`, which is true where `torch.backends.cuda.matmul.allow_tf32` is not)."""
+
+
+def _with_cudnns_default(device: DeviceProfile) -> DeviceProfile:
+    """A device whose convolutions of fp32 run in TF32 where PyTorch's default lets them."""
+    if "tf32" not in device.gemm or not device.datasheet.architecture.startswith(TF32_CONVOLUTIONS):
+        return device
+    return in_tf32(device)
+
+
+def in_tf32(device: DeviceProfile) -> DeviceProfile:
+    """A device whose products of fp32 run in TF32, where it has such units."""
+    if "tf32" not in device.gemm:
+        return device
+    return msgspec.structs.replace(device, gemm={**device.gemm, "fp32": device.gemm["tf32"]})
 
 
 def _multi_tensor(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:

@@ -21,7 +21,8 @@ from echograph.profiler.traces.trace import TraceSet
 from echograph.progress import Progress
 from echograph.simulator.result import Result
 from echograph.units import to_ps, to_s
-from echograph.workflow.predict import replay, shown_steps, steps as replayed_steps
+from echograph.workflow.predict import replay, shown_steps
+from echograph.workflow.predict import steps as replayed_steps
 from echograph.workflow.system import System
 from echograph.workflow.validation.traced import (
     LOWERED,
@@ -105,7 +106,7 @@ def _priced(traces: TraceSet, rank: int, system: System) -> _Priced:
 
 
 def _parts(was: Result, result: Result, rank: int, steps: int) -> dict[str, tuple[float, float]]:
-    """Where the time of a step goes, replayed as it was measured and as it is predicted: all of the trace, by steps."""
+    """Where a step's time goes, replayed as measured and as predicted: all of the trace over its steps."""
     before, after = (_device_time(one, rank, steps) for one in (was, result))
     return {name: (to_s(getattr(before, name)), to_s(getattr(after, name))) for name in PARTS}
 

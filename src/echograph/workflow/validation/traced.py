@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from echograph.errors import UsageError
-from echograph.ir.columns import Int64
+from echograph.errors import PlanError, UsageError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.tables import text_table
 from echograph.ir.timeline import Lane, Timeline
@@ -40,13 +39,12 @@ from echograph.profiler.traces.trace import Trace, TraceSet
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import DEFAULT_CLUSTER, cluster_names, load_cluster
 from echograph.simulator.result import Result
-from echograph.units import to_s
+from echograph.units import PS_PER_S, to_s
 from echograph.workflow.plan import Plan
 from echograph.workflow.system import System, SystemOptions
 
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import ModelSizes
-    from echograph.profiler.costs import DeviceProfile
 
 COMPILED, LOWERED = "compiled model", "graph lowered from the trace"
 """What a trace was compared with."""
@@ -191,37 +189,46 @@ def compare(measured: Sequence[Sequence[StepCall]], predicted: Sequence[StepCall
         predicted: the calls of one.
     """
     sized = any(call.size for calls in measured for call in calls if call.phase != COMMUNICATION)
-    theirs = [Counter(map(lambda call: _key(call, sized), calls)) for calls in measured]
     ours = Counter(_key(call, sized) for call in predicted)
-    took: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for calls, count in zip(measured, theirs, strict=True):
-        seen = Counter[Key]()
-        for call in calls:
-            key = _key(call, sized)
-            seen[key] += 1
-            whole = call.phase == OPTIMIZER and ours[key]
-            row = took[key[:2]]
-            row[0] += call.duration
-            if whole or seen[key] <= ours[key]:
-                row[1], row[2] = row[1] + call.duration, row[2] + 1
-    times: dict[tuple[str, str], int] = defaultdict(int)
+    sums: dict[tuple[str, str], _Sums] = defaultdict(_Sums)
     for call in predicted:
-        times[_key(call, sized)[:2]] += call.duration
+        row = sums[call.operator, call.phase]
+        row.predicted_calls, row.predicted = row.predicted_calls + 1, row.predicted + call.duration
+    for calls in measured:
+        left = ours.copy()
+        for call in calls:
+            row, key = sums[call.operator, call.phase], _key(call, sized)
+            row.calls, row.measured = row.calls + 1, row.measured + call.duration
+            if left[key] > 0:
+                row.matched_calls, row.matched = row.matched_calls + 1, row.matched + call.duration
+                left[key] -= call.phase != OPTIMIZER
     steps = max(1, len(measured))
     rows = [
         OperatorRow(
             operator=operator,
             phase=phase,
-            calls=sum(n for count in theirs for key, n in count.items() if key[:2] == (operator, phase)) / steps,
-            predicted_calls=sum(n for key, n in ours.items() if key[:2] == (operator, phase)),
-            matched=took[operator, phase][2] / steps,
-            measured_s=to_s(round(took[operator, phase][0] / steps)),
-            matched_s=to_s(round(took[operator, phase][1] / steps)),
-            predicted_s=to_s(times[operator, phase]),
+            calls=row.calls / steps,
+            predicted_calls=row.predicted_calls,
+            matched=row.matched_calls / steps,
+            measured_s=row.measured / steps / PS_PER_S,
+            matched_s=row.matched / steps / PS_PER_S,
+            predicted_s=row.predicted / PS_PER_S,
         )
-        for operator, phase in dict.fromkeys((*took, *times))
+        for (operator, phase), row in sums.items()
     ]
     return tuple(sorted(rows, key=lambda row: -abs(row.difference_s)))
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of an operator in a phase: calls and picoseconds, over all measured steps and of one predicted step."""
+
+    calls: int = 0
+    matched_calls: int = 0
+    predicted_calls: int = 0
+    measured: int = 0
+    matched: int = 0
+    predicted: int = 0
 
 
 def _key(call: StepCall, sized: bool) -> Key:
@@ -260,7 +267,9 @@ def _described(job: JobGraph, op: int) -> tuple[str, str, int]:
     ops = job.ops
     kind, phase = OpKind(int(ops.kind[op])), Phase(int(ops.phase[op]))
     if kind in COMMUNICATIONS:
-        word = CollectiveKind(int(ops.variant[op])).name.lower() if kind is OpKind.COLLECTIVE else kind.name.lower()
+        word = (
+            CollectiveKind(int(ops.variant[op])).name.lower() if kind is OpKind.COLLECTIVE else kind.name.lower()
+        )
         return word, COMMUNICATION, int(ops.nbytes[op])
     name = job.strings[ops.name[op]]
     if phase is Phase.OPTIMIZER:
@@ -270,12 +279,20 @@ def _described(job: JobGraph, op: int) -> tuple[str, str, int]:
 
 
 def program_of(job: JobGraph, rank: int) -> int:
-    """The program that a rank runs."""
-    for number, program in enumerate(job.programs):
-        at = job.coordinates(rank) if job.mesh else {}
-        if rank in program.ranks or (not program.ranks and all(at[a] == v for a, v in program.coordinates.items())):
-            return number
-    return 0
+    """The program that a rank runs.
+
+    Raises:
+        PlanError: the job has no such rank.
+    """
+    if rank >= job.world_size:
+        raise PlanError(f"the trace is of rank {rank}, and the plan has {job.world_size} ranks: give --gpus")
+    at = job.coordinates(rank) if job.mesh else {}
+    return next(
+        number
+        for number, program in enumerate(job.programs)
+        if rank in program.ranks
+        or (not program.ranks and all(at[axis] == place for axis, place in program.coordinates.items()))
+    )
 
 
 # -- what a trace shows ------------------------------------------------------------------------------------------
@@ -334,7 +351,7 @@ def validate_trace(
 
         return validate_lowered(traces, steps, system, source, found.notes, say)
     graph = _compiled(found, sizes, say)
-    found.plan = _with_samples(graph, trace, steps, found)
+    found.plan = _with_samples(graph, trace, steps, found, sizes)
     return _predicted(graph, found, system, steps, rank, source, say)
 
 
@@ -444,9 +461,11 @@ def _compiled(found: _Setup, sizes: ModelSizes | None, say: Progress) -> StepGra
     return compile_model(found.model, StepSpec(**found.spec), say=say, **of_model)
 
 
-def _with_samples(graph: StepGraph, trace: Trace, steps: list[TracedStep], found: _Setup) -> Plan:
+def _with_samples(
+    graph: StepGraph, trace: Trace, steps: list[TracedStep], found: _Setup, sizes: ModelSizes | None
+) -> Plan:
     """The plan with the samples of a micro-batch, as the trace's tensors are as much larger than the graph's."""
-    if "micro_batch" in found.plan.given:
+    if "micro_batch" in found.plan.given or (sizes is not None and sizes.batch_size is not None):
         return found.plan
     was = graph.workload.batch_size
     ours = _sizes_of_graph(graph)
@@ -461,9 +480,7 @@ def _with_samples(graph: StepGraph, trace: Trace, steps: list[TracedStep], found
             votes.update(round(was * size / own) for size, own in zip(measured, mine, strict=True) if own)
     best = votes.most_common(1)
     if not best or best[0][0] < 1 or best[0][1] * 2 <= sum(votes.values()):
-        raise UsageError(
-            f"{trace.path}: does not show how many samples a micro-batch has: give --micro-batch"
-        )
+        raise UsageError(f"{trace.path}: does not show how many samples a micro-batch has: give --micro-batch")
     found.notes.append(f"micro-batch: {best[0][0]} samples, by the {how}")
     return replace(found.plan, micro_batch=best[0][0])
 
