@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -470,7 +469,7 @@ def _convolution(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEs
     if backward:
         passes = [p for p, like in (("input_gradient", image), ("weight_gradient", weight))
                   if any(t.shape == like.shape for t in operands[1])]  # fmt: skip
-    sizes = {
+    sizes: dict[str, Any] = {
         "batch": image.shape[0], "in_channels": image.shape[1], "out_channels": result.shape[1],
         "kernel": prod(weight.shape[2:]), "in_positions": prod(image.shape[2:]),
         "out_positions": prod(result.shape[2:]), "groups": attributes.groups,
@@ -478,8 +477,7 @@ def _convolution(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEs
     where = _with_cudnns_default(device) if image.dtype is DType.FP32 else device
 
     def of_pass(which: str) -> CostEstimate:
-        cost = partial(convolution, where, **sizes, pass_=which)
-        return _or_slower(lambda dtype: cost(dtype=dtype), image.dtype, where)
+        return _or_slower(lambda dtype: convolution(where, **sizes, pass_=which, dtype=dtype), image.dtype, where)
 
     costs = [of_pass(which) for which in passes]
     return CostEstimate(sum(float(c.seconds) for c in costs), max(float(c.spread) for c in costs), "analytical")
