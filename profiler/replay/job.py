@@ -267,10 +267,13 @@ class _Lowering:
         rows = _Rows(self.builder, self.device)
         for item in order:
             number[id(item)] = at = self.builder.op_count() + len(rows.deps)
-            deps = sorted({number[id(one)] for one in item.after})
+            after = item.after
+            deps = sorted({number[id(one)] for one in after}) if len(after) > 1 else [number[id(o)] for o in after]
             if item.step != NONE or item.work is WorkKind.MESSAGE:
                 rows.write()
                 self._alone(rank, item, deps)
+            elif item.work is WorkKind.HOST:
+                rows.add(item, {}, deps, item.duration - item.cost, Source.MEASURED)
             else:
                 rows.add(item, self._columns(rank, item, forward), deps, *self._takes(rank, item))
             if item.sequence != NONE and item.work is WorkKind.COMPUTE:

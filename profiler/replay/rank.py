@@ -24,7 +24,7 @@ import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.ir.types import Phase
-from echograph.profiler.replay.profiling_overhead import NO_COSTS, Observed, costs
+from echograph.profiler.replay.profiling_overhead import Costs, Observed, costs
 from echograph.profiler.traces.collectives import MESSAGES, MOST_MOVED, CollectiveCall, collectives
 from echograph.profiler.traces.relations import Stacks, call_stacks, launches, of_device_queue, profiler_steps
 from echograph.profiler.traces.trace import CALLS, COPIES, NONE, OPERATORS, Trace, place_of_stream
@@ -113,9 +113,11 @@ class WorkItems:
         place = {id(item): at for at, item in enumerate(order)}
         dropped = 0
         for at, item in enumerate(order):
-            kept = [one for one in dict.fromkeys(item.after) if place[id(one)] < at]
-            dropped += len(set(item.after)) - len(kept)
-            item.after = kept
+            if not item.after:
+                continue
+            after = dict.fromkeys(item.after)
+            item.after = [one for one in after if place[id(one)] < at]
+            dropped += len(after) - len(item.after)
         return order, dropped
 
 
@@ -415,32 +417,46 @@ class Walk:
     def flush(self, number: int, until: int) -> None:
         """Puts a thread in work items until a moment."""
         state = self.states[number]
-        segments = state.thread.segments
-        spent: dict[int, int] = {}
-        paid: dict[int, int] = {}
-        cost = self.costs.get(number, NO_COSTS)
-        at, now = state.at, state.now
-        while now < until:
-            while at < len(segments) and segments[at].end <= now:
-                at += 1
-            inside = at < len(segments) and segments[at].begin <= now
-            row = segments[at].row if inside else NONE
-            end = segments[at].end if inside else segments[at].begin if at < len(segments) else until
-            stop = min(end, until)
-            spent[row] = spent.get(row, 0) + stop - now
-            # What an event cost is spent in it, else behind it: as much as there is.
-            state.owed += cost.between(now, stop)
-            pays = min(state.owed, stop - now) if self._is_own(row) else 0
-            paid[row], state.owed = paid.get(row, 0) + pays, state.owed - pays
-            now = stop
+        if state.now >= until:
+            return
+        spent, paid = self._spent(state, until, self.costs.get(number))
         start, line = state.now, state.thread.name
         for row, duration in spent.items():
             item = self._of_row(row, line, start, duration)
-            item.after, state.after = state.after, []
-            item.cost = paid[row]
+            if state.after:
+                item.after, state.after = state.after, []
+            item.cost = paid.get(row, 0)
             self.work_items.add(item)
             start += duration
-        state.at, state.now = at, max(state.now, until)
+        state.now = until
+
+    def _spent(
+        self, state: ThreadState, until: int, cost: Costs | None
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """What a thread spent in each event until a moment, and what of it recording cost; by row."""
+        segments = state.thread.segments
+        spent: dict[int, int] = {}
+        paid: dict[int, int] = {}
+        at, now, count = state.at, state.now, len(segments)
+        while now < until:
+            while at < count and segments[at][1] <= now:
+                at += 1
+            if at == count:
+                row, stop = NONE, until
+            else:
+                begin, stop, row = segments[at]
+                if begin > now:
+                    row, stop = NONE, begin
+                stop = min(stop, until)
+            spent[row] = spent.get(row, 0) + stop - now
+            if cost is not None:
+                # What an event cost is spent in it, else behind it: as much as there is.
+                state.owed += cost.between(now, stop)
+                pays = min(state.owed, stop - now) if self._is_own(row) else 0
+                paid[row], state.owed = paid.get(row, 0) + pays, state.owed - pays
+            now = stop
+        state.at = at
+        return spent, paid
 
     def point(self, number: int, time: int) -> list[WorkItem]:
         """The work item with which a thread reached a moment."""
