@@ -262,13 +262,12 @@ class _Lowering:
 
     def _program(self, rank: int, order: Sequence[WorkItem]) -> None:
         """Writes what a rank did. Most of it goes in by columns; marks of steps and messages one by one."""
-        number: dict[int, int] = {}
         forward: dict[int, int] = {}
-        rows = _Rows(self.builder, self.device)
+        rows, begin = _Rows(self.builder, self.device), self.builder.op_count()
         for item in order:
-            number[id(item)] = at = self.builder.op_count() + len(rows.deps)
-            after = item.after
-            deps = sorted({number[id(one)] for one in after}) if len(after) > 1 else [number[id(o)] for o in after]
+            deps = [begin + one.at for one in item.after]
+            if len(deps) > 1:
+                deps.sort()
             if item.step != NONE or item.work is WorkKind.MESSAGE:
                 rows.write()
                 self._alone(rank, item, deps)
@@ -277,7 +276,7 @@ class _Lowering:
             else:
                 rows.add(item, self._columns(rank, item, forward), deps, *self._takes(rank, item))
             if item.sequence != NONE and item.work is WorkKind.COMPUTE:
-                forward[item.sequence] = at
+                forward[item.sequence] = begin + item.at
         rows.write()
 
     def _takes(self, rank: int, item: WorkItem) -> tuple[int, Source]:

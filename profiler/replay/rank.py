@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,7 @@ class WorkItem:
         step: picoseconds that a step took which ends here; -1 for all else.
         cost: of the duration, what recording added to it.
         row: of the work on a device that it is, in the trace; -1 for all else.
+        at: its place in the rank's program, once that has an order.
     """
 
     work: WorkKind
@@ -78,6 +80,7 @@ class WorkItem:
     step: int = NONE
     cost: int = 0
     row: int = NONE
+    at: int = NONE
 
     @property
     def end(self) -> int:
@@ -108,16 +111,15 @@ class WorkItems:
 
     def in_order(self) -> tuple[list[WorkItem], int]:
         """The items, each after all that it waits for; and how many waits were left out as against the clock."""
-        placed = sorted(range(len(self.all)), key=lambda at: (self.all[at].key, at))
-        order = [self.all[at] for at in placed]
-        place = {id(item): at for at, item in enumerate(order)}
-        dropped = 0
+        order = sorted(self.all, key=attrgetter("key"))
         for at, item in enumerate(order):
-            if not item.after:
-                continue
-            after = dict.fromkeys(item.after)
-            item.after = [one for one in after if place[id(one)] < at]
-            dropped += len(after) - len(item.after)
+            item.at = at
+        dropped = 0
+        for item in order:
+            if item.after:
+                after = dict.fromkeys(item.after)
+                item.after = [one for one in after if one.at < item.at]
+                dropped += len(after) - len(item.after)
         return order, dropped
 
 
@@ -243,12 +245,13 @@ def threads(trace: Trace) -> dict[int, Thread]:
         one: Thread("main" if not at else f"thread {at}", (int(places[0, one]), int(places[1, one])))
         for at, one in enumerate(order)
     }
-    of_row = number.tolist()
+    of_row, rows = number.tolist(), host.tolist()
     for one, begin, end, row in _segments(calls, stacks, of_row):
-        thread = found[one]
-        if not thread.segments or end > thread.segments[-1].end:
-            begin = max(begin, thread.segments[-1].end) if thread.segments else begin
-            thread.segments.append(Segment(begin, end, int(host[row]) if row != NONE else NONE))
+        segments = found[one].segments
+        if segments and end <= (last := segments[-1][1]):
+            continue
+        begin = max(begin, last) if segments else begin
+        segments.append(Segment(begin, end, rows[row] if row != NONE else NONE))
     starts, ends = calls.start.tolist(), calls.end.tolist()
     for row in stacks.order[stacks.parent[stacks.order] == NONE].tolist():
         begins, stops = found[of_row[row]].busy
@@ -372,6 +375,8 @@ class Walk:
         costs: what recording cost the threads.
         start: when each row began.
         end: when it ended.
+        names: the trace's texts, operators as graphs spell them.
+        name_of: the name of each row, a place in `names`.
     """
 
     def __init__(self, trace: Trace, seen: Observed | None = None) -> None:
@@ -382,6 +387,8 @@ class Walk:
         self.work_items = WorkItems()
         self.start: list[int] = trace.start.tolist()
         self.end: list[int] = trace.end.tolist()
+        self.names = [operator_name(text) for text in trace.strings]
+        self.name_of: list[int] = trace.name.tolist()
         self._has_device = bool(trace.on_device.any())
         self._events: list[_Event] = []
         self._thread_of = {state.thread.place: number for number, state in self.states.items()}
@@ -520,7 +527,7 @@ class Walk:
     def _of_row(self, row: int, line: str, start: int, duration: int) -> WorkItem:
         if row == NONE:
             return self.host(GAP, line, start, duration, start)
-        item = self.host(operator_name(self.trace.text(row)), line, start, duration, start)
+        item = self.host(self.names[self.name_of[row]], line, start, duration, start)
         if not self._has_device and self.facts.operator[row] == row:
             item.work = WorkKind.COMPUTE
         self.describe(item, row)
@@ -651,7 +658,7 @@ class _Rank(Walk):
     def _device_work_item(self, row: int, line: str, key: int) -> WorkItem:
         trace, operator = self.trace, self.facts.operator[row]
         start, copy = self.start[row], trace.strings[trace.category[row]] in COPIES
-        name = trace.text(row) if copy else operator_name(trace.text(operator if operator != NONE else row))
+        name = trace.text(row) if copy else self.names[self.name_of[operator if operator != NONE else row]]
         work = WorkKind.COPY if copy else WorkKind.COMPUTE
         took = self.end[row] - start
         item = WorkItem(work=work, name=name, line=line, start=start, duration=took, key=key, row=row)
