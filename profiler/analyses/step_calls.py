@@ -175,7 +175,8 @@ def _computations(trace: Trace, found: Origins) -> Iterator[StepCall]:
     calls.sort(key=lambda call: int(trace.start[call.row if call.row != NONE else call.works[0]]))
     for call in calls:
         phase = found.phase[call.works[0]]
-        begin, end = union(trace.start[call.works], trace.end[call.works])
+        start = trace.start[call.works]
+        begin, end = union(start, start + trace.duration[call.works])
         shaped = described.get(call.row)
         sizes = [prod(one.shape) for one in shaped.tensors] if shaped is not None else []
         word = OPTIMIZER if phase is Phase.OPTIMIZER else _word(trace, found, call.row, call.works[0])

@@ -437,9 +437,7 @@ class Walk:
             start += duration
         state.now = until
 
-    def _spent(
-        self, state: ThreadState, until: int, cost: Costs | None
-    ) -> tuple[dict[int, int], dict[int, int]]:
+    def _spent(self, state: ThreadState, until: int, cost: Costs | None) -> tuple[dict[int, int], dict[int, int]]:
         """What a thread spent in each event until a moment, and what of it recording cost; by row."""
         segments = state.thread.segments
         spent: dict[int, int] = {}
