@@ -330,6 +330,40 @@ def cost_of(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> Cost
     Raises:
         GraphError: the operation's attributes and operands contradict each other.
     """
+    cost = _model_cost(op, operands, device)
+    if not device.traced:
+        return cost
+    found = device.traced.get(kernel_key(op, operands))
+    if found is None or not float(cost.seconds) > 0:
+        return cost
+    spread = found.label.spread
+    return CostEstimate(float(cost.seconds) * found.at(float(cost.seconds)), spread, found.label.source)
+
+
+def kernel_key(op: Compute | Copy, operands: _InOut) -> str:
+    """What a trace's kernels are told apart by: kind, pass and type, as "convolution backward fp32"."""
+    kind = "copy" if isinstance(op, Copy) else _kind_of(op, operands)
+    backward = isinstance(op, Compute) and op.phase is Phase.BACKWARD
+    types = [tensor.dtype.text for side in operands for tensor in side]
+    return f"{kind} {'backward' if backward else 'forward'} {types[0] if types else 'none'}"
+
+
+def _kind_of(op: Compute, operands: _InOut) -> str:
+    match op.attributes:
+        case Gemm():
+            return "product"
+        case Attention():
+            return "attention"
+        case Convolution():
+            return "convolution"
+        case MultiTensor():
+            return "optimizer"
+    if any(name in op.name for name in _OF_NO_ROWS):
+        return "batch_norm"
+    return _memory_kind(op, operands)
+
+
+def _model_cost(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     if op.name.startswith(_SCANS):
         return _scan(op, operands, device)
     if isinstance(op, Copy):
@@ -512,17 +546,23 @@ def _multi_tensor(op: Compute, operands: _InOut, device: DeviceProfile) -> CostE
     return CostEstimate(max(0.0, float(whole.seconds) - device.memory_launch_s), whole.spread, whole.source)
 
 
-def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
+def _memory_kind(op: Compute, operands: _InOut) -> str:
+    """Which of `MEMORY_KINDS` an operation is."""
     kind = "elementwise"
     if any(name in op.name for name in _REDUCING_NORMS):
         kind = "reduction"
     else:
         kind = next((name for name, pattern in _KINDS if pattern.search(op.name)), kind)
     if kind == "norm" and "backward" in op.name:
-        kind = "norm_backward"
-    elif kind == "elementwise" and op.name.startswith(_EAGER) and _broadcasts(operands):
-        kind = "broadcast"
-    elif kind == "gather" and "backward" in op.name:
+        return "norm_backward"
+    if kind == "elementwise" and op.name.startswith(_EAGER) and _broadcasts(operands):
+        return "broadcast"
+    return kind
+
+
+def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
+    kind = _memory_kind(op, operands)
+    if kind == "gather" and "backward" in op.name:
         return _scattered(op, operands, device)
     widest = max((t for side in operands for t in side), key=lambda t: t.nbytes, default=None)
     by_row = kind in _ROWS and not any(name in op.name for name in _OF_NO_ROWS)

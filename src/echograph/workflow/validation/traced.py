@@ -237,6 +237,25 @@ def _key(call: StepCall, sized: bool) -> Key:
     return call.operator, call.phase, call.size if counts else 0
 
 
+def pairs(measured: Sequence[StepCall], predicted: Sequence[StepCall]) -> Iterator[tuple[StepCall, StepCall]]:
+    """Calls that surely stand for each other: the n-th of as many, without those of the optimizer and collectives.
+
+    Args:
+        measured: the calls of a step.
+        predicted: those of its prediction.
+    """
+    sized = any(call.size for call in measured if call.phase != COMMUNICATION)
+    ours: dict[Key, list[StepCall]] = defaultdict(list)
+    theirs: dict[Key, list[StepCall]] = defaultdict(list)
+    for calls, of in ((measured, theirs), (predicted, ours)):
+        for call in calls:
+            if call.phase not in (COMMUNICATION, OPTIMIZER):
+                of[_key(call, sized)].append(call)
+    for key, calls in theirs.items():
+        if len(calls) == len(ours[key]):
+            yield from zip(calls, ours[key], strict=True)
+
+
 def predicted_calls(job: JobGraph, timeline: Timeline, program: int) -> list[StepCall]:
     """What a program runs on its device, in the order in which it begins; views and waits take no time.
 
@@ -299,8 +318,15 @@ def program_of(job: JobGraph, rank: int) -> int:
 
 
 @dataclass(slots=True)
-class _Setup:
-    """Model, sizes and plan as far as they are known, and what of it was inferred."""
+class Setup:
+    """What a trace shows of a training step, and what was given.
+
+    Attributes:
+        model: its name; "" where it is not known.
+        plan: how the step is spread.
+        spec: fields of `StepSpec` that are known.
+        notes: what was inferred or assumed, a line each.
+    """
 
     model: str
     plan: Plan
@@ -336,50 +362,86 @@ def validate_trace(
         UsageError: the trace shows neither a model nor shapes; nothing ran on a device.
         EchoError: as `compile`, `lower` and `simulate`.
     """
+    found = predict_trace(
+        traces, model=model, plan=plan, sizes=sizes, spec=spec, system_options=system_options, say=say
+    )
+    source = source or Path(traces[found.rank].path).name
+    if found.job is None or found.result is None:
+        from echograph.workflow.validation.lowered import validate_lowered
+
+        return validate_lowered(traces, found.steps, found.system, source, found.setup.notes, say)
+    calls, time = _of_rank(found.result, found.job, found.rank)
+    plan = found.setup.plan
+    return TraceValidation(
+        source=source,
+        base=COMPILED,
+        model=found.setup.model,
+        plan={name: value for name, value in plan.given.items() if name != "cluster"} | found.setup.spec,
+        device=found.system.cluster.device,
+        cluster=found.system.cluster.name,
+        rank=found.rank,
+        steps=tuple(step.name for step in found.steps),
+        parts=beside(found.steps, time),
+        operators=compare([step.calls for step in found.steps], calls),
+        notes=tuple(found.setup.notes),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedTrace:
+    """The step that a trace shows, and its prediction.
+
+    Attributes:
+        rank: the rank whose steps these are.
+        steps: as they were measured.
+        setup: what was read off the trace.
+        system: where it ran.
+        job: what every rank executes; None where no model is known.
+        result: the prediction of a step; None with the job.
+    """
+
+    rank: int
+    steps: list[TracedStep]
+    setup: Setup
+    system: System
+    job: JobGraph | None = None
+    result: Result | None = None
+
+
+def predict_trace(
+    traces: TraceSet,
+    *,
+    model: str = "",
+    plan: Plan | None = None,
+    sizes: ModelSizes | None = None,
+    spec: Mapping[str, Any] = MappingProxyType({}),
+    system_options: SystemOptions | None = None,
+    say: Progress = silent,
+) -> PredictedTrace:
+    """The step of the lowest rank of a trace, and what is predicted for it.
+
+    Arguments and errors are those of `validate_trace`.
+    """
+    from echograph.workflow.predict import lower, simulate
+
     rank = min(traces)
     trace = traces[rank]
     say("reading the steps")
     steps = traced_steps(trace)
     if not any(step.calls for step in steps):
         raise UsageError(f"{trace.path}: nothing ran on a device in its steps: there is nothing to compare")
-    shows = traced_training(trace, steps)
-    found = _setup(shows, model, plan or Plan(), dict(spec))
-    system = _system(trace, found, system_options or SystemOptions())
-    source = source or Path(trace.path).name
-    if not found.model:
-        from echograph.workflow.validation.lowered import validate_lowered
-
-        return validate_lowered(traces, steps, system, source, found.notes, say)
-    graph = _compiled(found, sizes, say)
-    found.plan = _with_samples(graph, trace, steps, found, sizes)
-    return _predicted(graph, found, system, steps, rank, source, say)
-
-
-def _predicted(
-    graph: StepGraph, found: _Setup, system: System, steps: list[TracedStep], rank: int, source: str, say: Progress
-) -> TraceValidation:
-    from echograph.workflow.predict import lower, simulate
-
-    say("simulating")
-    job = lower(graph, found.plan, system)
-    result = simulate(job, system, plan=found.plan, memory=False)
-    assert result.job is not None
-    calls, time = _of_rank(result, result.job, rank)
+    setup = _setup(traced_training(trace, steps), model, plan or Plan(), dict(spec))
+    system = _system(trace, setup, system_options or SystemOptions())
+    if not setup.model:
+        return PredictedTrace(rank=rank, steps=steps, setup=setup, system=system)
+    graph = _compiled(setup, sizes, say)
+    setup.plan = _with_samples(graph, trace, steps, setup, sizes)
     if not any(call.size for call in steps[0].calls if call.phase != COMMUNICATION):
-        found.notes.append("the trace has no shapes: calls are matched by operator, phase and order alone")
-    return TraceValidation(
-        source=source,
-        base=COMPILED,
-        model=found.model,
-        plan={name: value for name, value in found.plan.given.items() if name != "cluster"} | found.spec,
-        device=system.cluster.device,
-        cluster=system.cluster.name,
-        rank=rank,
-        steps=tuple(step.name for step in steps),
-        parts=beside(steps, time),
-        operators=compare([step.calls for step in steps], calls),
-        notes=tuple(found.notes),
-    )
+        setup.notes.append("the trace has no shapes: calls are matched by operator, phase and order alone")
+    say("simulating")
+    job = lower(graph, setup.plan, system)
+    result = simulate(job, system, plan=setup.plan, memory=False)
+    return PredictedTrace(rank=rank, steps=steps, setup=setup, system=system, job=result.job or job, result=result)
 
 
 def _of_rank(result: Result, job: JobGraph, rank: int) -> tuple[list[StepCall], DeviceTime]:
@@ -402,9 +464,9 @@ def beside(steps: Sequence[TracedStep], predicted: DeviceTime) -> dict[str, tupl
     }
 
 
-def _setup(shows: TracedTraining, model: str, plan: Plan, spec: dict[str, Any]) -> _Setup:
+def _setup(shows: TracedTraining, model: str, plan: Plan, spec: dict[str, Any]) -> Setup:
     """What the trace shows of the model and the plan; what is given counts more."""
-    found = _Setup(model, plan, spec)
+    found = Setup(model, plan, spec)
     if not model and shows.gradients:
         named = [entry.name for entry in model_entries() if entry.parameters == shows.gradients]
         if len(named) == 1:
@@ -435,7 +497,7 @@ def _setup(shows: TracedTraining, model: str, plan: Plan, spec: dict[str, Any]) 
     return found
 
 
-def _system(trace: Trace, found: _Setup, options: SystemOptions) -> System:
+def _system(trace: Trace, found: Setup, options: SystemOptions) -> System:
     """The trace's device, in the cluster that is given or the first one that has it."""
     from echograph.profiler.analyses.shapes import profile_of
 
@@ -453,7 +515,7 @@ def _system(trace: Trace, found: _Setup, options: SystemOptions) -> System:
     return replace(options, device=name).system(cluster)
 
 
-def _compiled(found: _Setup, sizes: ModelSizes | None, say: Progress) -> StepGraph:
+def _compiled(found: Setup, sizes: ModelSizes | None, say: Progress) -> StepGraph:
     from echograph.frontend.pytorch.spec import StepSpec
     from echograph.workflow.compile import compile as compile_model
 
@@ -462,7 +524,7 @@ def _compiled(found: _Setup, sizes: ModelSizes | None, say: Progress) -> StepGra
 
 
 def _with_samples(
-    graph: StepGraph, trace: Trace, steps: list[TracedStep], found: _Setup, sizes: ModelSizes | None
+    graph: StepGraph, trace: Trace, steps: list[TracedStep], found: Setup, sizes: ModelSizes | None
 ) -> Plan:
     """The plan with the samples of a micro-batch, as the trace's tensors are as much larger than the graph's."""
     if "micro_batch" in found.plan.given or (sizes is not None and sizes.batch_size is not None):
