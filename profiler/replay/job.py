@@ -325,7 +325,8 @@ class _Lowering:
             return
         # What runs a host's work takes the last of its durations.
         own = _duration(self.device, item.duration - item.cost)
-        self.builder.host(item.name, **common, durations=(*self._of_step(rank, item), own))
+        common["durations"] = (*self._of_step(rank, item), own)
+        self.builder.host(item.name, **common)
 
     def _of_step(self, rank: int, item: WorkItem) -> Iterator[Duration]:
         yield _duration(STEP, item.step)

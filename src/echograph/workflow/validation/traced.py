@@ -35,6 +35,7 @@ from echograph.profiler.analyses.step_calls import (
     traced_steps,
     traced_training,
 )
+from echograph.profiler.costs import load_device
 from echograph.profiler.traces.trace import Trace, TraceSet
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import DEFAULT_CLUSTER, cluster_names, load_cluster
@@ -505,14 +506,14 @@ def _system(trace: Trace, found: Setup, options: SystemOptions) -> System:
     profile = None if options.device else profile_of(trace, said)
     if profile is None and not options.device:
         raise UsageError(f"{said[0]}" if said else f"{trace.path}: does not name its device: give --device")
-    name = options.device or (profile.name if profile else "")
+    name = profile.name if profile else load_device(options.device).name
     cluster = found.plan.given.get("cluster")
     if cluster is None:
         having = [one for one in cluster_names() if load_cluster(one).device == name]
         cluster = having[0] if having else DEFAULT_CLUSTER
         found.notes.append(f"network and hosts: assumed to be those of {cluster}: give --cluster")
         found.plan = replace(found.plan, cluster=cluster)
-    return replace(options, device=name).system(cluster)
+    return replace(options, device=options.device or name).system(cluster)
 
 
 def _compiled(found: Setup, sizes: ModelSizes | None, say: Progress) -> StepGraph:
