@@ -162,6 +162,8 @@ NOT_TRACED = "not traced"
 """The group of collectives whose other ranks were not traced, or are not known."""
 NOT_TRACED_WORLD = "not traced (all ranks)"
 """The group of such collectives where the trace says that all ranks of the job are in it."""
+PARTLY_TRACED = "partly traced"
+"""What names of groups begin with of which several ranks were traced, and others were not."""
 ONE_OF_SEVERAL = "one rank of several"
 """The group of collectives that a rank of a larger job runs alone."""
 CPU = "cpu"
@@ -274,9 +276,17 @@ class _Lowering:
         """
         ranks = tuple(sorted(one.work_items))
         name = "world" if len(ranks) == len(self.job.of_rank) else f"ranks {','.join(map(str, ranks))}"
+        if missing := self._others(one):
+            name = f"{PARTLY_TRACED}: {name} and {missing} more"
         return self.builder.group(
             f"{name} ({one.meeting.group})" if len(self.names[ranks]) > 1 else name, ranks=ranks
         )
+
+    def _others(self, one: Together) -> int:
+        """How many ranks of a collective were not traced; where it does not say its ranks, all are in it."""
+        known = {rank for call in one.meeting.calls.values() for rank in call.ranks}
+        world = max(self.job.traces[rank].world_size for rank in one.work_items)
+        return len(known - self.job.of_rank.keys()) if known else max(0, world - len(self.job.of_rank))
 
     def _program(self, rank: int, order: Sequence[WorkItem]) -> None:
         """Writes what a rank did. Most of it goes in by columns; marks of steps and messages one by one."""

@@ -88,6 +88,9 @@ _IN_ORDER = re.compile(r"nccl|rccl")
 _GLOO = "gloo:"
 # It reduces everything everywhere and keeps a part.
 _GLOO_DOES = {"reduce_scatter": "all_reduce"}
+_C10D = "c10d::"
+"""Operators whose arguments are what comes out and what goes in, where these are two tensors."""
+_OF_TWO_BUFFERS = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
 _CALLED = re.compile(r"c10d::|nccl:|record_param_comms")
 _NOT_LETTERS = re.compile(r"[^a-z]")
 MOST_MOVED = 2**60
@@ -178,7 +181,10 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[CollectiveCa
         (group, ranks), channel = _group(trace, told[0] if told else {}), ""
         if not ranks and (issue := issues.get(row, NONE)) != NONE:
             group, ranks, channel = recorded.of(int(trace.start[issue]), int(end[issue]))
-        sizes = [_size(arguments, kind, len(ranks)) for arguments in told]
+        sizes = [
+            _size(arguments, kind, len(ranks), both=trace.text(where).startswith(_C10D))
+            for where, arguments in zip(places, told, strict=True)
+        ]
         nbytes, dtype = next((size for size in sizes if size[0]), sizes[0] if sizes else (0, ""))
         found.append(
             CollectiveCall(
@@ -321,13 +327,20 @@ def _ranks(text: object) -> tuple[int, ...]:
     return tuple(ranks) if whole else ()  # type: ignore[arg-type]
 
 
-def _size(arguments: Mapping[str, Any], kind: str, ranks: int) -> tuple[int, str]:
-    """Bytes of a rank's whole buffer, and their type; 0 of what no buffer has."""
-    nbytes, dtype = _said_size(arguments, kind, ranks)
+def _size(arguments: Mapping[str, Any], kind: str, ranks: int, *, both: bool) -> tuple[int, str]:
+    """Bytes of a rank's whole buffer, and their type; 0 of what no buffer has.
+
+    Args:
+        arguments: what an event says.
+        kind: of the collective.
+        ranks: of its group; 0 where unknown.
+        both: whether its shapes are of what goes in and of what comes out.
+    """
+    nbytes, dtype = _said_size(arguments, kind, ranks, both=both)
     return (nbytes, dtype) if 0 <= nbytes < MOST_MOVED else (0, "")
 
 
-def _said_size(arguments: Mapping[str, Any], kind: str, ranks: int) -> tuple[int, str]:
+def _said_size(arguments: Mapping[str, Any], kind: str, ranks: int, *, both: bool) -> tuple[int, str]:
     counted = [arguments.get(name) for name in ("In msg nelems", "Out msg nelems")]
     dtype = str(arguments.get("dtype", "")).lower()
     if dtype in _WIDTHS and all(isinstance(count, int) and count >= 0 for count in counted):
@@ -335,9 +348,12 @@ def _said_size(arguments: Mapping[str, Any], kind: str, ranks: int) -> tuple[int
     shapes, types = arguments.get("Input Dims"), arguments.get("Input type")
     if not isinstance(shapes, list) or not isinstance(types, list):
         return 0, ""
-    total = 0
+    sizes = []
     for shape, text in zip(shapes, types, strict=False):
         width = _WIDTHS.get(str(text).lower(), 0)
         if width and isinstance(shape, list) and shape and all(type(extent) is int for extent in shape):
-            total, dtype = total + prod(shape) * width, str(text).lower()
-    return total * (ranks if kind == "all_gather" else 1), dtype
+            sizes.append(prod(shape) * width)
+            dtype = str(text).lower()
+    if both and len(sizes) > 1 and kind in _OF_TWO_BUFFERS:
+        return max(sizes), dtype
+    return sum(sizes) * (ranks if kind == "all_gather" else 1), dtype
