@@ -249,7 +249,8 @@ def _add(
     profile: DeviceProfile | None,
 ) -> ShapeUse:
     row, works = device_call
-    kernels = trace.of_category(KERNELS)[works].tolist()
+    # Of these rows alone: there is a call for every few rows of the trace.
+    kernels = [trace.strings[code] in KERNELS for code in trace.category[works].tolist()]
     texts = map(trace.text, works)
     names = [function_name(text) if kernel else text for text, kernel in zip(texts, kernels, strict=True)]
     if call is None:
@@ -268,7 +269,8 @@ def _add(
             source=source,
         )  # fmt: skip
     use = uses[key]
-    begin, end = union(trace.start[works], trace.end[works])
+    start = trace.start[works]
+    begin, end = union(start, start + trace.duration[works])
     use.times.append(int((end - begin).sum()))
     use.launches += len(works)
     for name, took in zip(names, trace.duration[works].tolist(), strict=True):

@@ -162,9 +162,11 @@ def _lengths(trace: Trace, works: dict[int, Int64], ends: dict[int, int]) -> dic
     The last one ends with its last work, or where the host ends it.
     """
     numbers = list(works)
+    if not numbers:
+        return {}
     begins = [int(trace.start[rows].min()) for rows in works.values()]
-    last = max(int(trace.end[rows].max()) for rows in works.values()) if works else 0
-    ended = max(last, ends.get(numbers[-1], last)) if works else 0
+    last = max(int(trace.end[rows].max()) for rows in works.values())
+    ended = max(last, ends.get(numbers[-1], last))
     return {n: end - begin for n, begin, end in zip(numbers, begins, [*begins[1:], ended], strict=True)}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from echograph.errors import DataError
+from echograph.ir.intervals import union
 from echograph.ir.types import Compute
 from echograph.profiler.analyses.shapes import costed_calls
 from echograph.profiler.costs.device import DeviceProfile
@@ -87,8 +88,9 @@ def _of_shapes(traces: TraceSet, device: DeviceProfile) -> Iterator[TracedKernel
         for call, use in costed_calls(trace, device):
             cost = use.predicted()
             if cost is not None and use.work is not None:
-                took = int(trace.end[call.works].max() - trace.start[call.works].min())
-                busy = min(took, int(trace.duration[call.works].sum()))
+                start = trace.start[call.works]
+                begin, end = union(start, start + trace.duration[call.works])
+                busy = int((end - begin).sum())
                 key = kernel_key(use.work.op, (use.work.inputs, use.work.outputs))
                 yield TracedKernel(key=key, predicted_s=float(cost.seconds), measured_s=busy / PS_PER_S)
 
