@@ -3,8 +3,8 @@
 python -m benchmarks.trace_tools
 
 Reads three of the published traces (ECHOGRAPH_DATA, default ../shared/data). HTA runs where ECHOGRAPH_HTA names a
-Python that has it (PyPI `traceinsight`), TraceLens where ECHOGRAPH_TRACELENS names one that can import it; the other
-columns stay empty without. Each tool answers each question in a process of its own, which reads the file anew: CPU
+Python that has it (PyPI `traceinsight`), TraceLens where ECHOGRAPH_TRACELENS names one that can import it; other
+rows are left out. Each tool answers each question in a process of its own, which reads the file anew: CPU
 seconds are of that process and its children without imports, MiB are the most that it held beyond what it held
 after its imports.
 """
@@ -96,7 +96,7 @@ print(json.dumps([cpu - before[0], peak - before[1]]))
 
 
 def main() -> None:
-    """Prints a row for each set and question: CPU seconds and MiB of each tool, and how many times ours that is."""
+    """Prints a row for each set, question and tool: CPU seconds, MiB, and how many times ours these are."""
     tools = {
         "echograph": (sys.executable, OURS),
         "HTA": (os.environ.get("ECHOGRAPH_HTA", ""), HTA),

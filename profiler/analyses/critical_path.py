@@ -402,7 +402,7 @@ def _waits(edges: _Edges, streams: _Streams, inside: Bools) -> dict[int, int]:
             waiter = streams.next_after(int(streams.place[wait]), call)
             if NONE not in (by_event, waiter):
                 edges.add(edges.end(by_event), edges.begin(waiter), Edge.sync_dependency)
-                latest[waiter] = max(latest.get(waiter, 0), int(trace.end[by_event]))
+                latest[waiter] = max(latest.get(waiter, 0), int(trace.start[by_event] + trace.duration[by_event]))
             continue
         on = {"Stream Sync": [int(streams.place[wait])], "Context Sync": streams.of_device(wait)}.get(what, [])
         done = [by_event, *(streams.last_before(stream, int(trace.start[call])) for stream in on)]

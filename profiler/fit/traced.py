@@ -18,7 +18,7 @@ import numpy as np
 
 from echograph.profiler.costs.device import DeviceProfile, FitError, FloatArray, HeldOut, Label, TracedKernels
 
-MOST_KNOTS = 4
+MOST_KNOTS, PER_KNOT = 4, 3
 FEWEST = 4
 """Distinct kernels of a kind from which on a half can judge the other."""
 
@@ -98,7 +98,7 @@ def _fit_kind(key: str, kernels: dict[float, list[float]], basis: str) -> KindFi
 
 def _knots(predicted: FloatArray, ratio: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Where the correction is known, and its logarithm there: medians of groups of neighbours."""
-    groups = min(MOST_KNOTS, max(1, len(predicted) // FEWEST))
+    groups = min(MOST_KNOTS, max(1, len(predicted) // PER_KNOT))
     cuts = np.linspace(0, len(predicted), groups + 1).round().astype(int)
     spans = [slice(low, high) for low, high in pairwise(cuts.tolist())]
     at = np.array([np.median(predicted[span]) for span in spans])
