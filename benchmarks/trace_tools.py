@@ -57,8 +57,9 @@ found = TraceAnalysis(trace_dir=str(path))
 found.get_temporal_breakdown(visualize=False)
 found.get_gpu_kernel_breakdown(visualize=False)
 found.get_comm_comp_overlap(visualize=False)
-found.get_idle_time_breakdown(visualize=False)
-found.get_cuda_kernel_launch_stats(visualize=False)
+ranks = found.t.get_ranks()
+found.get_idle_time_breakdown(ranks=ranks, visualize=False)
+found.get_cuda_kernel_launch_stats(ranks=ranks, visualize=False)
 """,
     "critical path of a step": """
 from hta.trace_analysis import TraceAnalysis

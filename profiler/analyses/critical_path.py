@@ -633,16 +633,22 @@ def trace_with_path(traces: TraceSet, *, save: str = "", **options: Any) -> Iter
 
 def path_rows(rank: int, graph: CriticalGraph) -> Iterator[tuple[Any, ...]]:
     """The edges of a graph's path as rows under `TITLES`."""
-    trace, bound = graph.trace, graph.bound
-    for edge in graph.path().edges.tolist():
-        row, kind = int(graph.event[edge]), Edge(int(graph.kind[edge])).name
-        spent = (int(graph.weight[edge]) / US, f"critical_path_{kind}")
-        of_event: tuple[object, ...] = ("", "", NONE, NONE, NONE)
-        if row != NONE:
-            of_event = (trace.text(row), trace.strings[trace.category[row]])
-            of_event += tuple(int(column[row]) for column in (trace.pid, trace.tid, trace.stream))
-        index = int(trace.index[row]) if row != NONE else NONE
-        yield (rank, index, *spent, *of_event, Bound(int(bound[edge])).title)
+    trace, edges = graph.trace, graph.path().edges
+    event, bound = graph.event[edges], graph.bound[edges]
+    titles = {one.value: one.title for one in Bound}
+    kinds_of = {one.value: f"critical_path_{one.name}" for one in Edge}
+    # Of edges without an event, what stands here is of the last row, and is not taken.
+    places = zip(*(column[event].tolist() for column in (trace.pid, trace.tid, trace.stream)), strict=True)
+    texts = zip(*(column[event].tolist() for column in (trace.name, trace.category)), strict=True)
+    for row, index, spent, kind, place, (name, category), by in zip(
+        event.tolist(), trace.index[event].tolist(), (graph.weight[edges] / US).tolist(),
+        graph.kind[edges].tolist(), places, texts, bound.tolist(), strict=True,
+    ):  # fmt: skip
+        if row == NONE:
+            yield (rank, NONE, spent, kinds_of[kind], "", "", NONE, NONE, NONE, titles[by])
+        else:
+            what = trace.strings[name], trace.strings[category]
+            yield (rank, index, spent, kinds_of[kind], *what, *place, titles[by])
 
 
 def breakdown(graph: CriticalGraph) -> list[tuple[str, float, float]]:
