@@ -21,6 +21,8 @@ from echograph.profiler.costs.device import DeviceProfile, FitError, FloatArray,
 MOST_KNOTS, PER_KNOT = 4, 3
 FEWEST = 4
 """Distinct kernels of a kind from which on a half can judge the other."""
+LEAST_GAIN = 0.01
+"""By which the median error on kernels held out becomes smaller at least: less is the trace's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ def _fit_kind(key: str, kernels: dict[float, list[float]], basis: str) -> KindFi
             held[~seen] = _interpolated(_knots(predicted[seen], ratio[seen]), predicted[~seen])
     before, after = (float(np.median(np.abs(np.expm1(given - ratio)))) for given in (np.zeros(len(ratio)), held))
     correction = None
-    if len(predicted) >= FEWEST and after < before:
+    if len(predicted) >= FEWEST and before - after >= LEAST_GAIN:
         at, log_factor = _knots(predicted, ratio)
         correction = TracedKernels(
             label=_label(held - ratio, basis), predicted_s=at.tolist(), factor=np.exp(log_factor).tolist()

@@ -505,7 +505,7 @@ def _system(trace: Trace, found: Setup, options: SystemOptions) -> System:
     said: list[str] = []
     profile = None if options.device else profile_of(trace, said)
     if profile is None and not options.device:
-        raise UsageError(f"{said[0]}" if said else f"{trace.path}: does not name its device: give --device")
+        raise UsageError(f"{trace.path}: names no device with a profile: give --device, see echosim devices")
     name = profile.name if profile else load_device(options.device).name
     cluster = found.plan.given.get("cluster")
     if cluster is None:
