@@ -319,7 +319,7 @@ def program_of(job: JobGraph, rank: int) -> int:
 
 
 @dataclass(slots=True)
-class Setup:
+class TraceSetup:
     """What a trace shows of a training step, and what was given.
 
     Attributes:
@@ -403,7 +403,7 @@ class PredictedTrace:
 
     rank: int
     steps: list[TracedStep]
-    setup: Setup
+    setup: TraceSetup
     system: System
     job: JobGraph | None = None
     result: Result | None = None
@@ -465,9 +465,9 @@ def beside(steps: Sequence[TracedStep], predicted: DeviceTime) -> dict[str, tupl
     }
 
 
-def _setup(shows: TracedTraining, model: str, plan: Plan, spec: dict[str, Any]) -> Setup:
+def _setup(shows: TracedTraining, model: str, plan: Plan, spec: dict[str, Any]) -> TraceSetup:
     """What the trace shows of the model and the plan; what is given counts more."""
-    found = Setup(model, plan, spec)
+    found = TraceSetup(model, plan, spec)
     if not model and shows.gradients:
         named = [entry.name for entry in model_entries() if entry.parameters == shows.gradients]
         if len(named) == 1:
@@ -498,7 +498,7 @@ def _setup(shows: TracedTraining, model: str, plan: Plan, spec: dict[str, Any]) 
     return found
 
 
-def _system(trace: Trace, found: Setup, options: SystemOptions) -> System:
+def _system(trace: Trace, found: TraceSetup, options: SystemOptions) -> System:
     """The trace's device, in the cluster that is given or the first one that has it."""
     from echograph.profiler.analyses.shapes import profile_of
 
@@ -516,7 +516,7 @@ def _system(trace: Trace, found: Setup, options: SystemOptions) -> System:
     return replace(options, device=options.device or name).system(cluster)
 
 
-def _compiled(found: Setup, sizes: ModelSizes | None, say: Progress) -> StepGraph:
+def _compiled(found: TraceSetup, sizes: ModelSizes | None, say: Progress) -> StepGraph:
     from echograph.frontend.pytorch.spec import StepSpec
     from echograph.workflow.compile import compile as compile_model
 
@@ -525,7 +525,7 @@ def _compiled(found: Setup, sizes: ModelSizes | None, say: Progress) -> StepGrap
 
 
 def _with_samples(
-    graph: StepGraph, trace: Trace, steps: list[TracedStep], found: Setup, sizes: ModelSizes | None
+    graph: StepGraph, trace: Trace, steps: list[TracedStep], found: TraceSetup, sizes: ModelSizes | None
 ) -> Plan:
     """The plan with the samples of a micro-batch, as the trace's tensors are as much larger than the graph's."""
     if "micro_batch" in found.plan.given or (sizes is not None and sizes.batch_size is not None):
