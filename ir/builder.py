@@ -513,14 +513,16 @@ class GraphBuilder:
         self,
         columns: Mapping[str, npt.NDArray[Any]],
         deps: Ragged,
-        durations: tuple[npt.NDArray[Any], str, t.Source],
+        durations: tuple[npt.NDArray[Any], str, t.Source | npt.NDArray[Any]],
+        samples: int = 0,
     ) -> None:
         """Appends operations given as columns, without inputs and outputs.
 
         Args:
             columns: by name, a value for each operation; those not named take their default.
             deps: of each, indices of operations.
-            durations: picoseconds of each, -1 where unknown; of which device; where they come from.
+            durations: picoseconds of each, -1 where unknown; of which device; where they come from, or of each.
+            samples: how often each was measured.
         """
         count = len(deps)
         self.fill_ops()
@@ -536,9 +538,13 @@ class GraphBuilder:
         known = picoseconds >= 0
         self._duration.extend(known.astype(np.int64), picoseconds[known])
         made = int(known.sum())
-        stated = {"duration_device": self.string(device) if made else 0, "duration_source": source}
+        stated: dict[str, Any] = {
+            "duration_device": self.string(device) if made else 0,
+            "duration_source": source[known] if isinstance(source, np.ndarray) else source,
+            "duration_samples": samples,
+        }
         for name, column in self._d.items():
-            column.extend(np.full(made, stated.get(name, 0)))
+            column.extend(np.broadcast_to(stated.get(name, 0), made))
 
     def set_blocks(self, begins: Sequence[tuple[str, int, int]], ends: Sequence[tuple[int, int]]) -> None:
         """Declares all blocks at once: (name, first tensor, first operation), and where each ends."""

@@ -312,11 +312,11 @@ def find_layers(graph: StepGraph) -> list[Layer]:
     """The layers in the order of their first forward operation.
 
     Every instance of a repeated block is one, and so is what stands in the main block under a numbered module
-    beside the repeated ones; where nothing repeats, what stands under any numbered module, of nested ones the
-    outermost.
+    beside the repeated ones, be it of another stage (`stages.1.layers.0` where only `stages.0.layers` repeat);
+    where nothing repeats, what stands under any numbered module, of nested ones the outermost.
     """
     stems = {
-        graph.strings[graph.ops.module[block.ops.start]].partition(".{}")[0]
+        _pattern(graph.strings[graph.ops.module[block.ops.start]].partition(".{}")[0])
         for block in graph.blocks[1:]
         if block.ops
     }
@@ -335,8 +335,13 @@ def _layer_name(module: str, stems: set[str]) -> str:
     """The path of a module down to its layer's number; "" where it is in none."""
     parts = module.split(".")
     numbered = [(".".join(parts[:i]), part) for i, part in enumerate(parts) if part.isdigit()]
-    stem, number = next((n for n in numbered if n[0] in stems or not stems), ("", ""))
+    stem, number = next((n for n in numbered if not stems or _pattern(n[0]) in stems), ("", ""))
     return f"{stem}.{number}".lstrip(".")
+
+
+def _pattern(stem: str) -> str:
+    """The path of a list of modules, whatever the numbers of the lists that it stands in."""
+    return ".".join("*" if part.isdigit() else part for part in stem.split("."))
 
 
 _STAGES = "pp"

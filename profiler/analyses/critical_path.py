@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,7 +197,7 @@ class _Edges:
 
     trace: Trace
     event: Mapping[int, int]
-    found: dict[tuple[int, int], tuple[Edge, int, int]] = field(default_factory=dict)
+    found: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
 
     def begin(self, row: int) -> int:
         return 2 * self.event[row]
@@ -209,6 +208,11 @@ class _Edges:
     def add(self, source: int, target: int, kind: Edge, weight: int = 0, event: int = NONE) -> None:
         """An edge; between two nodes there is one, the first that is found."""
         self.found.setdefault((source, target), (kind, max(weight, 0), event))
+
+    def many(self, source: Int64, target: Int64, kind: Int64, weight: Int64, event: Int64) -> None:
+        """Edges between nodes between which there are none."""
+        values = zip(kind.tolist(), np.maximum(weight, 0).tolist(), event.tolist(), strict=True)
+        self.found.update(zip(zip(source.tolist(), target.tolist(), strict=True), values, strict=True))
 
 
 def critical_graph(
@@ -263,8 +267,8 @@ def critical_graph(
     edges = _Edges(trace=trace, event={row: event for event, row in enumerate(rows.tolist())})
     _threads(edges, host)
     streams = _Streams(trace, device, launch)
-    for row in device.tolist():
-        edges.add(edges.begin(row), edges.end(row), Edge.operator, int(trace.duration[row]), row)
+    for row, took in zip(device.tolist(), trace.duration[device].tolist(), strict=True):
+        edges.add(edges.begin(row), edges.end(row), Edge.operator, took, row)
     waited = _waits(edges, streams, inside)
     _starts(edges, streams, waited, launch_edges=launch_edges)
     return _graph_of(edges, rows, data_load_events)
@@ -306,20 +310,23 @@ def _threads(edges: _Edges, host: Int64) -> None:
     trace = edges.trace
     calls = trace.rows(host)
     calls = dataclasses.replace(calls, tid=_one_thread(trace, calls), stream=np.full(len(host), NONE, np.int32))
-    stacks, blocking = call_stacks(calls), calls.named(_BLOCKING).tolist()
-    parent, row_of = stacks.parent.tolist(), host.tolist()
-    time, nodes = (calls.start.tolist(), calls.end.tolist()), (edges.begin, edges.end)
-    thread = list(zip(calls.pid.tolist(), calls.tid.tolist(), strict=True))
-    for (last, ended), (row, ends) in pairwise(_moments(stacks)):
-        if thread[last] != thread[row]:
-            continue
-        source, target = nodes[ended](row_of[last]), nodes[ends](row_of[row])
-        if ended and not ends and parent[row] == NONE:
-            edges.add(source, target, Edge.dependency)
-            continue
-        spender = last if not ended else row if ends else parent[row]
-        spent = 0 if ends and blocking[row] else time[ends][row] - time[ended][last]
-        edges.add(source, target, Edge.operator, spent, row_of[spender])
+    stacks = call_stacks(calls)
+    row, ends = np.array(_moments(stacks), np.int64).reshape(-1, 2).T
+    last, ended, row, ends = row[:-1], ends[:-1], row[1:], ends[1:]
+    same = (calls.tid[last] == calls.tid[row]) & (calls.pid[last] == calls.pid[row])
+    last, ended, row, ends = last[same], ended[same], row[same], ends[same]
+    event = np.array([edges.event[one] for one in host.tolist()], np.int64)
+    parent, time = stacks.parent, np.stack((calls.start, calls.end))
+    between = (ended == 1) & (ends == 0) & (parent[row] == NONE)
+    spender = np.where(ended == 0, last, np.where(ends == 1, row, parent[row]))
+    spent = np.where(calls.named(_BLOCKING)[row] & (ends == 1), 0, time[ends, row] - time[ended, last])
+    edges.many(
+        2 * event[last] + ended,
+        2 * event[row] + ends,
+        np.where(between, Edge.dependency, Edge.operator),
+        np.where(between, 0, spent),
+        np.where(between, NONE, host[spender]),
+    )
 
 
 def _moments(stacks: Stacks) -> list[tuple[int, bool]]:
@@ -395,7 +402,7 @@ def _waits(edges: _Edges, streams: _Streams, inside: Bools) -> dict[int, int]:
             waiter = streams.next_after(int(streams.place[wait]), call)
             if NONE not in (by_event, waiter):
                 edges.add(edges.end(by_event), edges.begin(waiter), Edge.sync_dependency)
-                latest[waiter] = max(latest.get(waiter, 0), int(trace.end[by_event]))
+                latest[waiter] = max(latest.get(waiter, 0), int(trace.start[by_event] + trace.duration[by_event]))
             continue
         on = {"Stream Sync": [int(streams.place[wait])], "Context Sync": streams.of_device(wait)}.get(what, [])
         done = [by_event, *(streams.last_before(stream, int(trace.start[call])) for stream in on)]
@@ -408,11 +415,12 @@ def _waits(edges: _Edges, streams: _Streams, inside: Bools) -> dict[int, int]:
 def _starts(edges: _Edges, streams: _Streams, waited: Mapping[int, int], *, launch_edges: bool) -> None:
     """Adds what each work's start followed from: its launch, or the work before it."""
     trace, alone = edges.trace, _alone(edges.trace)
+    begins, ends = trace.start, trace.end
     for works in streams.works.values():
         for before, row in zip([NONE, *works], works, strict=False):
             call = int(streams.launch[row])
-            start, called = int(trace.start[row]), int(trace.start[call])
-            ended = int(trace.end[before]) if before != NONE else None
+            start, called = int(begins[row]), int(begins[call])
+            ended = int(ends[before]) if before != NONE else None
             ready = waited.get(row)
             idle = (ended is None or ended < called) and (ready is None or ready < called)
             if row in alone and idle and call in edges.event:
@@ -625,16 +633,22 @@ def trace_with_path(traces: TraceSet, *, save: str = "", **options: Any) -> Iter
 
 def path_rows(rank: int, graph: CriticalGraph) -> Iterator[tuple[Any, ...]]:
     """The edges of a graph's path as rows under `TITLES`."""
-    trace, bound = graph.trace, graph.bound
-    for edge in graph.path().edges.tolist():
-        row, kind = int(graph.event[edge]), Edge(int(graph.kind[edge])).name
-        spent = (int(graph.weight[edge]) / US, f"critical_path_{kind}")
-        of_event: tuple[object, ...] = ("", "", NONE, NONE, NONE)
-        if row != NONE:
-            of_event = (trace.text(row), trace.strings[trace.category[row]])
-            of_event += tuple(int(column[row]) for column in (trace.pid, trace.tid, trace.stream))
-        index = int(trace.index[row]) if row != NONE else NONE
-        yield (rank, index, *spent, *of_event, Bound(int(bound[edge])).title)
+    trace, edges = graph.trace, graph.path().edges
+    event, bound = graph.event[edges], graph.bound[edges]
+    titles = {one.value: one.title for one in Bound}
+    kinds_of = {one.value: f"critical_path_{one.name}" for one in Edge}
+    # Of edges without an event, what stands here is of the last row, and is not taken.
+    places = zip(*(column[event].tolist() for column in (trace.pid, trace.tid, trace.stream)), strict=True)
+    texts = zip(*(column[event].tolist() for column in (trace.name, trace.category)), strict=True)
+    for row, index, spent, kind, place, (name, category), by in zip(
+        event.tolist(), trace.index[event].tolist(), (graph.weight[edges] / US).tolist(),
+        graph.kind[edges].tolist(), places, texts, bound.tolist(), strict=True,
+    ):  # fmt: skip
+        if row == NONE:
+            yield (rank, NONE, spent, kinds_of[kind], "", "", NONE, NONE, NONE, titles[by])
+        else:
+            what = trace.strings[name], trace.strings[category]
+            yield (rank, index, spent, kinds_of[kind], *what, *place, titles[by])
 
 
 def breakdown(graph: CriticalGraph) -> list[tuple[str, float, float]]:

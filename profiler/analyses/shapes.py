@@ -8,7 +8,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from echograph.errors import EchoError, UsageError
@@ -17,7 +16,7 @@ from echograph.ir.types import Attention, Convolution, DType, Gemm
 from echograph.profiler.analyses.table import AnswerTable, from_rows, stacked
 from echograph.profiler.analyses.work import US, KernelKind, kinds
 from echograph.profiler.costs.device import CostEstimate, DeviceProfile, load_device, profile_of_hardware
-from echograph.profiler.costs.estimate import DTYPE_NAMES, cost_of
+from echograph.profiler.costs.estimate import DTYPE_NAMES, cost_of, in_tf32
 from echograph.profiler.traces.events import details
 from echograph.profiler.traces.kernel_names import function_name
 from echograph.profiler.traces.operands import ShapedCall, TracedOperand, TracedWork, operator_call, traced_work
@@ -176,7 +175,7 @@ class ShapeUse:
         if not self.work.op.bytes_read and not self.work.op.bytes_written:
             return None
         operands = self.work.inputs, self.work.outputs
-        device = _in_tf32(self.device) if self.wide else self.device
+        device = in_tf32(self.device) if self.wide else self.device
         if self.work.op.attributes is not None and operands[0][0].dtype not in (*DTYPE_NAMES, DType.FP64):
             return None  # products of whole numbers: no table
         try:
@@ -199,13 +198,6 @@ class ShapeUse:
         return max(compute, memory), "compute" if compute > memory else "memory"
 
 
-def _in_tf32(device: DeviceProfile) -> DeviceProfile:
-    """A device whose products of fp32 run in TF32, as a trace's kernels say they did."""
-    if "tf32" not in device.gemm:
-        return device
-    return msgspec.structs.replace(device, gemm={**device.gemm, "fp32": device.gemm["tf32"]})
-
-
 def shape_uses(traces: TraceSet, device: str = "", notes: list[str] | None = None) -> list[ShapeUse]:
     """The calls of all ranks by operator and shapes, those first that took the most time.
 
@@ -220,7 +212,7 @@ def shape_uses(traces: TraceSet, device: str = "", notes: list[str] | None = Non
     uses: dict[Hashable, ShapeUse] = {}
     said = [] if notes is None else notes
     for rank, trace in traces.items():
-        profile = load_device(device) if device else _profile_of(trace, said)
+        profile = load_device(device) if device else profile_of(trace, said)
         found = origins(trace)
         calls = device_calls(trace, found)
         if not calls:
@@ -234,7 +226,7 @@ def shape_uses(traces: TraceSet, device: str = "", notes: list[str] | None = Non
     return sorted(uses.values(), key=lambda use: (-sum(use.times), use.call.name))
 
 
-def _profile_of(trace: Trace, notes: list[str]) -> DeviceProfile | None:
+def profile_of(trace: Trace, notes: list[str]) -> DeviceProfile | None:
     """The profile of the device that a trace says it ran on."""
     listed = trace.header.get("deviceProperties")
     known = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
@@ -255,9 +247,9 @@ def _add(
     device_call: DeviceCall,
     call: ShapedCall | None,
     profile: DeviceProfile | None,
-) -> None:
+) -> ShapeUse:
     row, works = device_call
-    # Of these rows alone: columns of the whole trace would make a call take as long as the trace is.
+    # Of these rows alone: there is a call for every few rows of the trace.
     kernels = [trace.strings[code] in KERNELS for code in trace.category[works].tolist()]
     texts = map(trace.text, works)
     names = [function_name(text) if kernel else text for text, kernel in zip(texts, kernels, strict=True)]
@@ -277,11 +269,26 @@ def _add(
             source=source,
         )  # fmt: skip
     use = uses[key]
-    begin, end = union(trace.start[works], trace.start[works] + trace.duration[works])
+    start = trace.start[works]
+    begin, end = union(start, start + trace.duration[works])
     use.times.append(int((end - begin).sum()))
     use.launches += len(works)
     for name, took in zip(names, trace.duration[works].tolist(), strict=True):
         use.kernels[name] += took
+    return use
+
+
+def costed_calls(trace: Trace, device: DeviceProfile) -> list[tuple[DeviceCall, ShapeUse]]:
+    """The calls of one rank, each with those like it, of which `predicted` says how long one should take.
+
+    Raises:
+        InputError: the trace's file is gone.
+    """
+    uses: dict[Hashable, ShapeUse] = {}
+    found = origins(trace)
+    calls = device_calls(trace, found)
+    described = described_calls(trace, found, sorted({call.row for call in calls if call.row != NONE}))
+    return [(call, _add(uses, trace, found, call, described.get(call.row), device)) for call in calls]
 
 
 TITLES = (

@@ -308,6 +308,25 @@ class ScanModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     efficiency: _Efficiency
 
 
+class TracedKernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much longer kernels of a kind took in a trace than the other models say, by how long these say.
+
+    Between knots on a scale of logarithms; beyond them as at the last one.
+    """
+
+    label: Label
+    predicted_s: Annotated[list[Annotated[float, msgspec.Meta(gt=0, le=1e6)]], msgspec.Meta(min_length=1)]
+    factor: list[_Factor]
+
+    def __post_init__(self) -> None:
+        require(_grows(self.predicted_s), "predicted_s grow")
+        require(len(self.factor) == len(self.predicted_s), "factor has a number for each of predicted_s")
+
+    def at(self, seconds: float) -> float:
+        """The factor of a kernel that would take so many seconds."""
+        return float(np.exp(np.interp(np.log(seconds), np.log(self.predicted_s), np.log(self.factor))))
+
+
 class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """CPU time of the thread that feeds the device: one launch call, one eager framework op, and one view.
 
@@ -378,6 +397,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sustained_basis: str = ""
     power: PowerModel | None = None
     scan: ScanModel | None = None
+    traced: dict[str, TracedKernels] | msgspec.UnsetType = msgspec.UNSET
 
 
 HARDWARE = (

@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from echograph.errors import GraphError, UnavailableError
@@ -329,6 +330,40 @@ def cost_of(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> Cost
     Raises:
         GraphError: the operation's attributes and operands contradict each other.
     """
+    cost = _model_cost(op, operands, device)
+    if not device.traced:
+        return cost
+    found = device.traced.get(kernel_key(op, operands))
+    if found is None or not float(cost.seconds) > 0:
+        return cost
+    spread = found.label.spread
+    return CostEstimate(float(cost.seconds) * found.at(float(cost.seconds)), spread, found.label.source)
+
+
+def kernel_key(op: Compute | Copy, operands: _InOut) -> str:
+    """What a trace's kernels are told apart by: kind, pass and type, as "convolution backward fp32"."""
+    kind = "copy" if isinstance(op, Copy) else _kind_of(op, operands)
+    backward = isinstance(op, Compute) and op.phase is Phase.BACKWARD
+    types = [tensor.dtype.text for side in operands for tensor in side]
+    return f"{kind} {'backward' if backward else 'forward'} {types[0] if types else 'none'}"
+
+
+def _kind_of(op: Compute, operands: _InOut) -> str:
+    match op.attributes:
+        case Gemm():
+            return "product"
+        case Attention():
+            return "attention"
+        case Convolution():
+            return "convolution"
+        case MultiTensor():
+            return "optimizer"
+    if any(name in op.name for name in _OF_NO_ROWS):
+        return "batch_norm"
+    return _memory_kind(op, operands)
+
+
+def _model_cost(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     if op.name.startswith(_SCANS):
         return _scan(op, operands, device)
     if isinstance(op, Copy):
@@ -468,18 +503,37 @@ def _convolution(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEs
     if backward:
         passes = [p for p, like in (("input_gradient", image), ("weight_gradient", weight))
                   if any(t.shape == like.shape for t in operands[1])]  # fmt: skip
-    costs = [
-        _or_slower(
-            lambda dtype, which=which: convolution(  # type: ignore[misc]
-                device, batch=image.shape[0], in_channels=image.shape[1], out_channels=result.shape[1],
-                kernel=prod(weight.shape[2:]), in_positions=prod(image.shape[2:]),
-                out_positions=prod(result.shape[2:]), groups=attributes.groups, pass_=which, dtype=dtype,
-            ),
-            image.dtype, device,
-        )
-        for which in passes
-    ]  # fmt: skip
+    sizes: dict[str, Any] = {
+        "batch": image.shape[0], "in_channels": image.shape[1], "out_channels": result.shape[1],
+        "kernel": prod(weight.shape[2:]), "in_positions": prod(image.shape[2:]),
+        "out_positions": prod(result.shape[2:]), "groups": attributes.groups,
+    }  # fmt: skip
+    where = _with_cudnns_default(device) if image.dtype is DType.FP32 else device
+
+    def of_pass(which: str) -> CostEstimate:
+        return _or_slower(lambda dtype: convolution(where, **sizes, pass_=which, dtype=dtype), image.dtype, where)
+
+    costs = [of_pass(which) for which in passes]
     return CostEstimate(sum(float(c.seconds) for c in costs), max(float(c.spread) for c in costs), "analytical")
+
+
+TF32_CONVOLUTIONS = ("ampere", "ada", "hopper", "blackwell")
+"""Architectures on which PyTorch lets cuDNN round operands of fp32 to TF32 in convolutions, unless it is told not
+to (`torch.backends.cudnn.allow_tf32`, which is true where `torch.backends.cuda.matmul.allow_tf32` is not)."""
+
+
+def _with_cudnns_default(device: DeviceProfile) -> DeviceProfile:
+    """A device whose convolutions of fp32 run in TF32 where PyTorch's default lets them."""
+    if "tf32" not in device.gemm or not device.datasheet.architecture.startswith(TF32_CONVOLUTIONS):
+        return device
+    return in_tf32(device)
+
+
+def in_tf32(device: DeviceProfile) -> DeviceProfile:
+    """A device whose products of fp32 run in TF32, where it has such units."""
+    if "tf32" not in device.gemm:
+        return device
+    return msgspec.structs.replace(device, gemm={**device.gemm, "fp32": device.gemm["tf32"]})
 
 
 def _multi_tensor(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
@@ -492,17 +546,23 @@ def _multi_tensor(op: Compute, operands: _InOut, device: DeviceProfile) -> CostE
     return CostEstimate(max(0.0, float(whole.seconds) - device.memory_launch_s), whole.spread, whole.source)
 
 
-def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
+def _memory_kind(op: Compute, operands: _InOut) -> str:
+    """Which of `MEMORY_KINDS` an operation is."""
     kind = "elementwise"
     if any(name in op.name for name in _REDUCING_NORMS):
         kind = "reduction"
     else:
         kind = next((name for name, pattern in _KINDS if pattern.search(op.name)), kind)
     if kind == "norm" and "backward" in op.name:
-        kind = "norm_backward"
-    elif kind == "elementwise" and op.name.startswith(_EAGER) and _broadcasts(operands):
-        kind = "broadcast"
-    elif kind == "gather" and "backward" in op.name:
+        return "norm_backward"
+    if kind == "elementwise" and op.name.startswith(_EAGER) and _broadcasts(operands):
+        return "broadcast"
+    return kind
+
+
+def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
+    kind = _memory_kind(op, operands)
+    if kind == "gather" and "backward" in op.name:
         return _scattered(op, operands, device)
     widest = max((t for side in operands for t in side), key=lambda t: t.nbytes, default=None)
     by_row = kind in _ROWS and not any(name in op.name for name in _OF_NO_ROWS)

@@ -5,15 +5,21 @@ A graph has one program a rank; collectives that ranks ran together are of one g
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
+
+import numpy as np
 
 from echograph.errors import InputError
 from echograph.ir.builder import Common, GraphBuilder
+from echograph.ir.columns import Ragged
 from echograph.ir.graph import JobGraph, Workload
-from echograph.ir.types import CollectiveKind, CopyDirection, DType, Duration, Payload, Phase, Source
+from echograph.ir.types import CollectiveKind, CopyDirection, DType, Duration, OpKind, Payload, Phase, Source
 from echograph.profiler.replay.profiling_overhead import Observed
 from echograph.profiler.replay.rank import TRACE, WorkItem, WorkKind, rank_work_items
 from echograph.profiler.traces.alignment import align, clocks
@@ -156,6 +162,8 @@ NOT_TRACED = "not traced"
 """The group of collectives whose other ranks were not traced, or are not known."""
 NOT_TRACED_WORLD = "not traced (all ranks)"
 """The group of such collectives where the trace says that all ranks of the job are in it."""
+PARTLY_TRACED = "partly traced"
+"""What names of groups begin with of which several ranks were traced, and others were not."""
 ONE_OF_SEVERAL = "one rank of several"
 """The group of collectives that a rank of a larger job runs alone."""
 CPU = "cpu"
@@ -189,12 +197,17 @@ class LoweredTraces:
     notes: tuple[str, ...] = ()
 
 
+Instead = Mapping[int, Mapping[int, int]]
+"""Picoseconds by rank and row of its trace."""
+
+
 def lower(
     traces: TraceSet,
     name: str = "",
     say: Progress = silent,
     *,
     seen: Mapping[int, Observed] = MappingProxyType({}),
+    instead: Instead = MappingProxyType({}),
 ) -> LoweredTraces:
     """The job graph of the traces of a job.
 
@@ -203,11 +216,28 @@ def lower(
         name: of the graph.
         say: told how far it is.
         seen: how ranks were observed: durations are without what that cost, where it is known.
+        instead: other durations of work on devices than the measured ones.
 
     Raises:
         InputError: a trace's file is gone, or no trace has anything in it.
     """
-    return _Lowering(job_work_items(traces, say, seen), name, seen).run()
+    with _collector_off():
+        return _Lowering(job_work_items(traces, say, seen), name, seen, instead).run()
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Without the search for cycles, which goes through all work items again and again while they are made.
+
+    None of them is garbage; it takes up to half of the time of a lowering.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @dataclass(slots=True)
@@ -215,6 +245,7 @@ class _Lowering:
     job: JobWorkItems
     name: str
     seen: Mapping[int, Observed]
+    instead: Instead
     builder: GraphBuilder = field(init=False)
     device: str = CPU
     groups: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -245,59 +276,83 @@ class _Lowering:
         """
         ranks = tuple(sorted(one.work_items))
         name = "world" if len(ranks) == len(self.job.of_rank) else f"ranks {','.join(map(str, ranks))}"
+        if missing := self._others(one):
+            name = f"{PARTLY_TRACED}: {name} and {missing} more"
         return self.builder.group(
             f"{name} ({one.meeting.group})" if len(self.names[ranks]) > 1 else name, ranks=ranks
         )
 
-    def _program(self, rank: int, order: Sequence[WorkItem]) -> None:
-        number: dict[int, int] = {}
-        forward: dict[int, int] = {}
-        for item in order:
-            common: Common = {
-                "phase": item.phase,
-                "stream": self.builder.stream(item.line),
-                "deps": sorted({number[id(one)] for one in item.after}),
-                "durations": (_duration(self.device, item.duration - item.cost),),
-            }
-            number[id(item)] = at = self._add(rank, item, common, forward)
-            if item.sequence != NONE and item.work is WorkKind.COMPUTE:
-                forward[item.sequence] = at
+    def _others(self, one: Together) -> int:
+        """How many ranks of a collective were not traced; where it does not say its ranks, all are in it."""
+        known = {rank for call in one.meeting.calls.values() for rank in call.ranks}
+        world = max(self.job.traces[rank].world_size for rank in one.work_items)
+        return len(known - self.job.of_rank.keys()) if known else max(0, world - len(self.job.of_rank))
 
-    def _add(self, rank: int, item: WorkItem, common: Common, forward: Mapping[int, int]) -> int:
+    def _program(self, rank: int, order: Sequence[WorkItem]) -> None:
+        """Writes what a rank did. Most of it goes in by columns; marks of steps and messages one by one."""
+        forward: dict[int, int] = {}
+        rows, begin = _Rows(self.builder, self.device), self.builder.op_count()
+        for item in order:
+            deps = [begin + one.at for one in item.after]
+            if len(deps) > 1:
+                deps.sort()
+            if item.step != NONE or item.work is WorkKind.MESSAGE:
+                rows.write()
+                self._alone(rank, item, deps)
+            elif item.work is WorkKind.HOST:
+                rows.add(item, {}, deps, item.duration - item.cost, Source.MEASURED)
+            else:
+                rows.add(item, self._columns(rank, item, forward), deps, *self._takes(rank, item))
+            if item.sequence != NONE and item.work is WorkKind.COMPUTE:
+                forward[item.sequence] = begin + item.at
+        rows.write()
+
+    def _takes(self, rank: int, item: WorkItem) -> tuple[int, Source]:
+        """Picoseconds of a work item: what it took, of a collective without waiting, or what stands instead."""
+        if (together := self.groups.get(id(item))) is not None:
+            return together[1], Source.MEASURED
+        other = self.instead[rank].get(item.row) if rank in self.instead else None
+        return (item.duration - item.cost, Source.MEASURED) if other is None else (other, Source.ANALYTICAL)
+
+    def _columns(self, rank: int, item: WorkItem, forward: Mapping[int, int]) -> dict[str, int]:
+        """What an operation has beside the columns that all have."""
         match item.work:
-            case WorkKind.HOST:
-                if item.step != NONE:
-                    # What runs a host's work takes the last of its durations.
-                    common["durations"] = (*self._of_step(rank, item), *common["durations"])
-                return self.builder.host(item.name, **common)
             case WorkKind.COMPUTE:
-                return self.builder.compute(item.name, forward_op=forward.get(item.forward), **common)
+                return {"forward_op": forward.get(item.forward, NONE)}
             case WorkKind.COPY:
                 direction = next((d for w, d in _DIRECTIONS.items() if w in item.name), None)
-                direction = direction or CopyDirection.DEVICE_TO_DEVICE
-                return self.builder.copy(item.name, direction, nbytes=item.nbytes, **common)
+                return {"variant": direction or CopyDirection.DEVICE_TO_DEVICE, "nbytes": item.nbytes}
             case WorkKind.COLLECTIVE:
-                return self._collective(rank, item, common)
-            case WorkKind.MESSAGE:
-                return self._message(item, common)
+                return self._collective(rank, item)
+            case _:
+                return {}
+
+    def _alone(self, rank: int, item: WorkItem, deps: list[int]) -> None:
+        stream = self.builder.stream(item.line)
+        common: Common = {"phase": item.phase, "stream": stream, "deps": deps}
+        if item.step == NONE:
+            self._message(item, common)
+            return
+        # What runs a host's work takes the last of its durations.
+        own = _duration(self.device, item.duration - item.cost)
+        common["durations"] = (*self._of_step(rank, item), own)
+        self.builder.host(item.name, **common)
 
     def _of_step(self, rank: int, item: WorkItem) -> Iterator[Duration]:
         yield _duration(STEP, item.step)
         if item.name != TRACE and rank in self.seen and self.seen[rank].free_ps:
             yield _duration(FREE, self.seen[rank].free_ps)
 
-    def _collective(self, rank: int, item: WorkItem, common: Common) -> int:
+    def _collective(self, rank: int, item: WorkItem) -> dict[str, int]:
         assert item.call is not None
-        if id(item) in self.groups:
-            group, duration = self.groups[id(item)]
-            common["durations"] = (_duration(self.device, duration),)
-        else:
+        group, _ = self.groups.get(id(item), (None, 0))
+        if group is None:
             group = self.builder.group(self._name_alone(rank, item.call), ranks=(rank,))
-        return self.builder.collective(
-            item.name, CollectiveKind[item.call.kind.upper()], group=group, bytes_per_rank=item.nbytes,
-            dtype=_DTYPES.get(item.call.dtype, DType.UINT8), payload=_PAYLOADS.get(item.phase, Payload.OTHER),
-            asynchronous=True, **common,
-        )  # fmt: skip
+        return {
+            "variant": CollectiveKind[item.call.kind.upper()], "group": group, "nbytes": item.nbytes,
+            "dtype": _DTYPES.get(item.call.dtype, DType.UINT8),
+            "payload": _PAYLOADS.get(item.phase, Payload.OTHER), "asynchronous": 1,
+        }  # fmt: skip
 
     def _name_alone(self, rank: int, call: CollectiveCall) -> str:
         """The group of a collective of which only this rank is known to have been in it."""
@@ -306,14 +361,69 @@ class _Lowering:
             return "one rank" if world <= 1 else ONE_OF_SEVERAL
         return NOT_TRACED_WORLD if world > 1 and len(set(call.ranks)) == world else NOT_TRACED
 
-    def _message(self, item: WorkItem, common: Common) -> int:
+    def _message(self, item: WorkItem, common: Common) -> None:
         assert item.call is not None
         group, duration = self.groups[id(item)]
         common["durations"] = (_duration(self.device, duration),)
         add = self.builder.send if item.call.kind == "send" else self.builder.recv
         tag = self.tags.setdefault(item.call.channel, len(self.tags))
         # Of the two ranks in the group, the other one.
-        return add(item.name, group=group, peer=1, tag=tag, nbytes=item.nbytes, **common)
+        add(item.name, group=group, peer=1, tag=tag, nbytes=item.nbytes, **common)
+
+
+_COLUMNS = {
+    "variant": 0,
+    "group": NONE,
+    "nbytes": 0,
+    "dtype": 0,
+    "payload": 0,
+    "asynchronous": 0,
+    "forward_op": NONE,
+}
+"""Columns of operations beside those that all state, with what stands in them where an operation has none."""
+_OPS = {
+    WorkKind.HOST: OpKind.HOST, WorkKind.COMPUTE: OpKind.COMPUTE, WorkKind.COPY: OpKind.COPY,
+    WorkKind.COLLECTIVE: OpKind.COLLECTIVE,
+}  # fmt: skip
+
+
+class _Rows:
+    """Operations that follow each other, kept until they go into a builder by columns."""
+
+    def __init__(self, builder: GraphBuilder, device: str) -> None:
+        self.builder, self.device = builder, device
+        self.streams: dict[str, int] = {}
+        self.rows: list[tuple[int, ...]] = []
+        self.deps: list[list[int]] = []
+        self.further: list[tuple[int, dict[str, int]]] = []
+
+    def add(self, item: WorkItem, further: dict[str, int], deps: list[int], took: int, source: Source) -> None:
+        """Keeps an operation with its further columns, what it waits for, and how long it takes."""
+        if (stream := self.streams.get(item.line)) is None:
+            stream = self.streams[item.line] = self.builder.stream(item.line)
+        if further:
+            self.further.append((len(self.rows), further))
+        self.rows.append((_OPS[item.work], self.builder.string(item.name), item.phase, stream, took, source))
+        self.deps.append(deps)
+        if len(self.rows) == 1:
+            self.builder.string(self.device)  # texts are numbered in the order in which they come
+
+    def write(self) -> None:
+        """Puts what is kept into the builder."""
+        if not self.rows:
+            return
+        names = ("kind", "name", "phase", "stream", "picoseconds", "source")
+        columns = dict(zip(names, np.array(self.rows, np.int64).T, strict=True))
+        for name, default in _COLUMNS.items():
+            columns[name] = np.full(len(self.rows), default, np.int64)
+        for at, further in self.further:
+            for name, value in further.items():
+                columns[name][at] = value
+        offsets = np.cumsum([0, *map(len, self.deps)], dtype=np.int64)
+        deps = Ragged(offsets, np.fromiter(chain.from_iterable(self.deps), np.int64, int(offsets[-1])))
+        durations = columns.pop("picoseconds"), self.device, columns.pop("source")
+        self.builder.op_columns(columns, deps, durations, samples=1)
+        self.rows, self.deps, self.further = [], [], []
 
 
 def _device(traces: TraceSet) -> str:

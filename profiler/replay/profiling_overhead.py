@@ -51,9 +51,6 @@ class Costs:
         return self._until[bisect_left(self._times, end)] - self._until[bisect_left(self._times, begin)]
 
 
-NO_COSTS = Costs([])
-
-
 def observed(traces: TraceSet) -> dict[int, Observed]:
     """What is known of the ranks whose traces lie in a recording's folders.
 

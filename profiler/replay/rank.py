@@ -18,13 +18,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.ir.types import Phase
-from echograph.profiler.replay.profiling_overhead import NO_COSTS, Observed, costs
+from echograph.profiler.replay.profiling_overhead import Costs, Observed, costs
 from echograph.profiler.traces.collectives import MESSAGES, MOST_MOVED, CollectiveCall, collectives
 from echograph.profiler.traces.relations import Stacks, call_stacks, launches, of_device_queue, profiler_steps
 from echograph.profiler.traces.trace import CALLS, COPIES, NONE, OPERATORS, Trace, place_of_stream
@@ -60,6 +61,8 @@ class WorkItem:
         nbytes: bytes copied.
         step: picoseconds that a step took which ends here; -1 for all else.
         cost: of the duration, what recording added to it.
+        row: of the work on a device that it is, in the trace; -1 for all else.
+        at: its place in the rank's program, once that has an order.
     """
 
     work: WorkKind
@@ -76,6 +79,8 @@ class WorkItem:
     nbytes: int = 0
     step: int = NONE
     cost: int = 0
+    row: int = NONE
+    at: int = NONE
 
     @property
     def end(self) -> int:
@@ -106,14 +111,15 @@ class WorkItems:
 
     def in_order(self) -> tuple[list[WorkItem], int]:
         """The items, each after all that it waits for; and how many waits were left out as against the clock."""
-        placed = sorted(range(len(self.all)), key=lambda at: (self.all[at].key, at))
-        order = [self.all[at] for at in placed]
-        place = {id(item): at for at, item in enumerate(order)}
-        dropped = 0
+        order = sorted(self.all, key=attrgetter("key"))
         for at, item in enumerate(order):
-            kept = [one for one in dict.fromkeys(item.after) if place[id(one)] < at]
-            dropped += len(set(item.after)) - len(kept)
-            item.after = kept
+            item.at = at
+        dropped = 0
+        for item in order:
+            if item.after:
+                after = dict.fromkeys(item.after)
+                item.after = [one for one in after if one.at < item.at]
+                dropped += len(after) - len(item.after)
         return order, dropped
 
 
@@ -239,12 +245,13 @@ def threads(trace: Trace) -> dict[int, Thread]:
         one: Thread("main" if not at else f"thread {at}", (int(places[0, one]), int(places[1, one])))
         for at, one in enumerate(order)
     }
-    of_row = number.tolist()
+    of_row, rows = number.tolist(), host.tolist()
     for one, begin, end, row in _segments(calls, stacks, of_row):
-        thread = found[one]
-        if not thread.segments or end > thread.segments[-1].end:
-            begin = max(begin, thread.segments[-1].end) if thread.segments else begin
-            thread.segments.append(Segment(begin, end, int(host[row]) if row != NONE else NONE))
+        segments = found[one].segments
+        if segments and end <= (last := segments[-1][1]):
+            continue
+        begin = max(begin, last) if segments else begin
+        segments.append(Segment(begin, end, rows[row] if row != NONE else NONE))
     starts, ends = calls.start.tolist(), calls.end.tolist()
     for row in stacks.order[stacks.parent[stacks.order] == NONE].tolist():
         begins, stops = found[of_row[row]].busy
@@ -368,6 +375,8 @@ class Walk:
         costs: what recording cost the threads.
         start: when each row began.
         end: when it ended.
+        names: the trace's texts, operators as graphs spell them.
+        name_of: the name of each row, a place in `names`.
     """
 
     def __init__(self, trace: Trace, seen: Observed | None = None) -> None:
@@ -378,6 +387,8 @@ class Walk:
         self.work_items = WorkItems()
         self.start: list[int] = trace.start.tolist()
         self.end: list[int] = trace.end.tolist()
+        self.names = [operator_name(text) for text in trace.strings]
+        self.name_of: list[int] = trace.name.tolist()
         self._has_device = bool(trace.on_device.any())
         self._events: list[_Event] = []
         self._thread_of = {state.thread.place: number for number, state in self.states.items()}
@@ -413,32 +424,44 @@ class Walk:
     def flush(self, number: int, until: int) -> None:
         """Puts a thread in work items until a moment."""
         state = self.states[number]
-        segments = state.thread.segments
-        spent: dict[int, int] = {}
-        paid: dict[int, int] = {}
-        cost = self.costs.get(number, NO_COSTS)
-        at, now = state.at, state.now
-        while now < until:
-            while at < len(segments) and segments[at].end <= now:
-                at += 1
-            inside = at < len(segments) and segments[at].begin <= now
-            row = segments[at].row if inside else NONE
-            end = segments[at].end if inside else segments[at].begin if at < len(segments) else until
-            stop = min(end, until)
-            spent[row] = spent.get(row, 0) + stop - now
-            # What an event cost is spent in it, else behind it: as much as there is.
-            state.owed += cost.between(now, stop)
-            pays = min(state.owed, stop - now) if self._is_own(row) else 0
-            paid[row], state.owed = paid.get(row, 0) + pays, state.owed - pays
-            now = stop
+        if state.now >= until:
+            return
+        spent, paid = self._spent(state, until, self.costs.get(number))
         start, line = state.now, state.thread.name
         for row, duration in spent.items():
             item = self._of_row(row, line, start, duration)
-            item.after, state.after = state.after, []
-            item.cost = paid[row]
+            if state.after:
+                item.after, state.after = state.after, []
+            item.cost = paid.get(row, 0)
             self.work_items.add(item)
             start += duration
-        state.at, state.now = at, max(state.now, until)
+        state.now = until
+
+    def _spent(self, state: ThreadState, until: int, cost: Costs | None) -> tuple[dict[int, int], dict[int, int]]:
+        """What a thread spent in each event until a moment, and what of it recording cost; by row."""
+        segments = state.thread.segments
+        spent: dict[int, int] = {}
+        paid: dict[int, int] = {}
+        at, now, count = state.at, state.now, len(segments)
+        while now < until:
+            while at < count and segments[at][1] <= now:
+                at += 1
+            if at == count:
+                row, stop = NONE, until
+            else:
+                begin, stop, row = segments[at]
+                if begin > now:
+                    row, stop = NONE, begin
+                stop = min(stop, until)
+            spent[row] = spent.get(row, 0) + stop - now
+            if cost is not None:
+                # What an event cost is spent in it, else behind it: as much as there is.
+                state.owed += cost.between(now, stop)
+                pays = min(state.owed, stop - now) if self._is_own(row) else 0
+                paid[row], state.owed = paid.get(row, 0) + pays, state.owed - pays
+            now = stop
+        state.at = at
+        return spent, paid
 
     def point(self, number: int, time: int) -> list[WorkItem]:
         """The work item with which a thread reached a moment."""
@@ -502,7 +525,7 @@ class Walk:
     def _of_row(self, row: int, line: str, start: int, duration: int) -> WorkItem:
         if row == NONE:
             return self.host(GAP, line, start, duration, start)
-        item = self.host(operator_name(self.trace.text(row)), line, start, duration, start)
+        item = self.host(self.names[self.name_of[row]], line, start, duration, start)
         if not self._has_device and self.facts.operator[row] == row:
             item.work = WorkKind.COMPUTE
         self.describe(item, row)
@@ -633,9 +656,10 @@ class _Rank(Walk):
     def _device_work_item(self, row: int, line: str, key: int) -> WorkItem:
         trace, operator = self.trace, self.facts.operator[row]
         start, copy = self.start[row], trace.strings[trace.category[row]] in COPIES
-        name = trace.text(row) if copy else operator_name(trace.text(operator if operator != NONE else row))
+        name = trace.text(row) if copy else self.names[self.name_of[operator if operator != NONE else row]]
         work = WorkKind.COPY if copy else WorkKind.COMPUTE
-        item = WorkItem(work=work, name=name, line=line, start=start, duration=self.end[row] - start, key=key)
+        took = self.end[row] - start
+        item = WorkItem(work=work, name=name, line=line, start=start, duration=took, key=key, row=row)
         self.describe(item, row)
         if copy:
             item.nbytes = self._bytes(row)

@@ -88,6 +88,9 @@ _IN_ORDER = re.compile(r"nccl|rccl")
 _GLOO = "gloo:"
 # It reduces everything everywhere and keeps a part.
 _GLOO_DOES = {"reduce_scatter": "all_reduce"}
+_C10D = "c10d::"
+"""Operators whose arguments are what comes out and what goes in, where these are two tensors."""
+_OF_TWO_BUFFERS = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
 _CALLED = re.compile(r"c10d::|nccl:|record_param_comms")
 _NOT_LETTERS = re.compile(r"[^a-z]")
 MOST_MOVED = 2**60
@@ -169,16 +172,20 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[CollectiveCa
     issues = _issues(trace, stacks, rows)
     named, operators = trace.argument("Collective name"), trace.of_category(OPERATORS)
     sized = {row: _described(trace, stacks, row, named, operators) for row in rows.tolist()}
-    asked = sorted({where for _, where in sized.values() if where != NONE})
+    asked = sorted({where for _, places in sized.values() for where in places})
     said = dict(zip(asked, details(trace, np.array(asked, np.int64)), strict=True)) if asked else {}
     found, recorded, end = [], RecordedGroups(trace), trace.end
     for row in rows.tolist():
-        kind, where = sized[row]
-        arguments: dict[str, Any] = said.get(where, {}).get("args") or {}
-        (group, ranks), channel = _group(trace, arguments), ""
+        kind, places = sized[row]
+        told: list[dict[str, Any]] = [said[where].get("args") or {} for where in places]
+        (group, ranks), channel = _group(trace, told[0] if told else {}), ""
         if not ranks and (issue := issues.get(row, NONE)) != NONE:
             group, ranks, channel = recorded.of(int(trace.start[issue]), int(end[issue]))
-        nbytes, dtype = _size(arguments, kind, len(ranks))
+        sizes = [
+            _size(arguments, kind, len(ranks), both=trace.text(where).startswith(_C10D))
+            for where, arguments in zip(places, told, strict=True)
+        ]
+        nbytes, dtype = next((size for size in sizes if size[0]), sizes[0] if sizes else (0, ""))
         found.append(
             CollectiveCall(
                 rank=trace.rank, row=row, issue=issues.get(row, NONE), kind=kind, group=group, ranks=ranks,
@@ -271,9 +278,13 @@ def _issues(trace: Trace, stacks: Stacks, rows: np.ndarray[Any, Any]) -> dict[in
     return found
 
 
-def _described(trace: Trace, stacks: Stacks, row: int, named: Int64, operators: Bools) -> tuple[str, int]:
-    """The kind of a transfer, and the row that says most of it: its own, or one that it was called from."""
-    kind, where, best = kind_of(function_name(trace.text(row))), NONE, 0
+def _described(trace: Trace, stacks: Stacks, row: int, named: Int64, operators: Bools) -> tuple[str, list[int]]:
+    """The kind of a transfer, and the rows that say something of it, those first that say most.
+
+    Its own row or one that it was called from: a record of the collective, operators, annotations. Which of them
+    has the size differs: of lists of tensors the operator's shapes are not recorded, while the annotation's are.
+    """
+    kind, found = kind_of(function_name(trace.text(row))), list[tuple[int, int]]()
     for above in _ancestors(stacks, row):
         said = int(named[above])
         text = trace.strings[said] if said != NONE else trace.text(above)
@@ -281,12 +292,10 @@ def _described(trace: Trace, stacks: Stacks, row: int, named: Int64, operators: 
             continue
         # NCCL runs an all-to-all as sends and receives: the name of the call, where there is one, is right.
         kind = kind_of(text) or kind
-        known = 3 if said != NONE else 2 if operators[above] else 1
-        if known > best:
-            best, where = known, above
+        found.append((3 if said != NONE else 2 if operators[above] else 1, above))
         if said != NONE:
             break
-    return kind, where
+    return kind, [above for _, above in sorted(found, key=lambda one: -one[0])]
 
 
 def _ancestors(stacks: Stacks, row: int) -> Iterator[int]:
@@ -318,13 +327,20 @@ def _ranks(text: object) -> tuple[int, ...]:
     return tuple(ranks) if whole else ()  # type: ignore[arg-type]
 
 
-def _size(arguments: Mapping[str, Any], kind: str, ranks: int) -> tuple[int, str]:
-    """Bytes of a rank's whole buffer, and their type; 0 of what no buffer has."""
-    nbytes, dtype = _said_size(arguments, kind, ranks)
+def _size(arguments: Mapping[str, Any], kind: str, ranks: int, *, both: bool) -> tuple[int, str]:
+    """Bytes of a rank's whole buffer, and their type; 0 of what no buffer has.
+
+    Args:
+        arguments: what an event says.
+        kind: of the collective.
+        ranks: of its group; 0 where unknown.
+        both: whether its shapes are of what goes in and of what comes out.
+    """
+    nbytes, dtype = _said_size(arguments, kind, ranks, both=both)
     return (nbytes, dtype) if 0 <= nbytes < MOST_MOVED else (0, "")
 
 
-def _said_size(arguments: Mapping[str, Any], kind: str, ranks: int) -> tuple[int, str]:
+def _said_size(arguments: Mapping[str, Any], kind: str, ranks: int, *, both: bool) -> tuple[int, str]:
     counted = [arguments.get(name) for name in ("In msg nelems", "Out msg nelems")]
     dtype = str(arguments.get("dtype", "")).lower()
     if dtype in _WIDTHS and all(isinstance(count, int) and count >= 0 for count in counted):
@@ -332,9 +348,12 @@ def _said_size(arguments: Mapping[str, Any], kind: str, ranks: int) -> tuple[int
     shapes, types = arguments.get("Input Dims"), arguments.get("Input type")
     if not isinstance(shapes, list) or not isinstance(types, list):
         return 0, ""
-    total = 0
+    sizes = []
     for shape, text in zip(shapes, types, strict=False):
         width = _WIDTHS.get(str(text).lower(), 0)
         if width and isinstance(shape, list) and shape and all(type(extent) is int for extent in shape):
-            total, dtype = total + prod(shape) * width, str(text).lower()
-    return total * (ranks if kind == "all_gather" else 1), dtype
+            sizes.append(prod(shape) * width)
+            dtype = str(text).lower()
+    if both and len(sizes) > 1 and kind in _OF_TWO_BUFFERS:
+        return max(sizes), dtype
+    return sum(sizes) * (ranks if kind == "all_gather" else 1), dtype

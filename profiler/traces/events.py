@@ -480,13 +480,16 @@ def details(trace: Trace, rows: Int64 | Bools) -> list[dict[str, Any]]:
             {"args": {name: trace.strings[of[row]] for name, of in columns.items() if of[row] != NONE}}
             for row in chosen.tolist()
         ]
-    wanted = set(trace.index[chosen].tolist())
-    last = max(wanted, default=-1)
+    wanted = np.unique(trace.index[chosen]).tolist()
     found: dict[int, dict[str, Any]] = {}
-    for index, event in whole_events(Path(trace.path)) if wanted else ():
-        if index in wanted:
-            found[index] = event
-        if index >= last:
+    begin = at = 0
+    for batch in EventStream(Path(trace.path), dict) if wanted else ():
+        while at < len(wanted) and wanted[at] < begin + len(batch):
+            event = batch[wanted[at] - begin]
+            found[wanted[at]] = event if isinstance(event.get("args"), dict) else event | {"args": {}}
+            at += 1
+        begin += len(batch)
+        if at == len(wanted):
             break
     answer = []
     for row in chosen.tolist():

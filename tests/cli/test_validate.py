@@ -358,3 +358,22 @@ def test_errors_are_relative_and_signed() -> None:
     assert found["in_interval"] == 0.5
     assert found["memory"] == {"rows": 1, "mean_abs_error": 0.5, "median_abs_error": 0.5, "bias": 0.5}
     assert [row["id"] for row in found["worst"]] == ["f-1", "f-2", "f-4"]
+
+
+def test_a_table_or_a_trace_and_not_both(cli, tmp_path: Path) -> None:
+    neither = cli("echosim", "validate")
+    assert neither.status == 2
+    assert "give a table of measured steps, or --trace FOLDER" in neither.err
+    table = write(tmp_path / "t.csv", ROW)
+    asked = cli("echosim", "validate", table, "--model", "gpt2", "--tp", "2")
+    assert asked.status == 2
+    assert "--model, --tp: only with --trace" in asked.err
+    family = cli("echosim", "validate", "--trace", tmp_path, "--family", "toy")
+    assert family.status == 2
+    assert "--family and --peers" in family.err
+
+
+def test_a_profile_is_corrected_by_a_trace_alone(cli, tmp_path: Path) -> None:
+    found = cli("echoprof", "fit", "--trace", tmp_path, "--kernels", tmp_path / "k.csv", "-o", tmp_path / "p")
+    assert found.status == 2
+    assert "--trace: a profile is corrected by one trace alone" in found.err

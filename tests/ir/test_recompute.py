@@ -162,6 +162,18 @@ def test_layers_that_do_not_fold_are_recomputed_too() -> None:
     assert all(".layers.0." in module or module.endswith(".layers.0") for module in again)
 
 
+@SLOW
+def test_layers_of_stages_in_which_none_repeats_are_recomputed_too() -> None:
+    """Of ResNet-18's four stages of two layers the first alone has two that are alike."""
+    graph = captured("resnet-18")
+    assert len(graph.blocks) == 2
+    counts = Recompute(policy="full")(graph).run_counts()
+    again = Recompute(policy="full")(graph)
+    rows = [r for r in range(len(again.ops)) if again.ops.phases[r] == Phase.RECOMPUTE]
+    convolutions = sum(int(counts[r]) for r in rows if again.strings[again.ops.name[r]] == "aten.convolution")
+    assert convolutions == 19  # all but the stem's
+
+
 def test_recomputation_names_what_it_repeats() -> None:
     ours = unfold(Recompute(policy="full")(captured("gpt2")))
     again = [op for op in ours.ops if op.phase == Phase.RECOMPUTE]

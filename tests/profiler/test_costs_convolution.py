@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from echograph.errors import UnknownNameError
+from echograph.ir.types import Compute, Convolution, DType, Phase, Tensor, TensorRole
 from echograph.profiler.costs import convolution, load_device
+from echograph.profiler.costs.estimate import cost_of
 from echograph.profiler.costs.gemm import gemm_model, physical_seconds
 
 DEVICE = load_device("h100-sxm")
@@ -73,3 +75,32 @@ def test_an_unknown_pass_lists_the_choices() -> None:
     sizes = dict.fromkeys(("batch", "in_channels", "out_channels", "kernel", "in_positions", "out_positions"), 1.0)
     with pytest.raises(UnknownNameError, match="did you mean 'forward'"):
         convolution(DEVICE, **sizes, pass_="forwards")  # type: ignore[arg-type]
+
+
+def cost(device: str, dtype: DType) -> float:
+    image, weight, result = (
+        Tensor(id=at, name="", shape=shape, dtype=dtype, role=TensorRole.ACTIVATION)
+        for at, shape in enumerate(((32, 256, 56, 56), (64, 256, 1, 1), (32, 64, 56, 56)))
+    )
+    plain = Convolution(stride=(1, 1), padding=(0, 0), dilation=(1, 1), transposed=False, groups=1)
+    op = Compute(id=0, name="aten.convolution", phase=Phase.FORWARD, flops=1, attributes=plain)
+    return float(cost_of(op, ([image, weight], [result]), load_device(device)).seconds)
+
+
+def plain_cost(device: str, dtype: str) -> float:
+    found = convolution(
+        load_device(device), batch=32, in_channels=256, out_channels=64, kernel=1, in_positions=56 * 56,
+        out_positions=56 * 56, dtype=dtype,
+    )  # fmt: skip
+    return float(found.seconds)
+
+
+@pytest.mark.parametrize("device", ["a100-sxm-40", "h100-sxm", "b200", "l40s"])
+def test_convolutions_of_fp32_run_in_tf32_where_pytorch_lets_them(device: str) -> None:
+    assert cost(device, DType.FP32) == plain_cost(device, "tf32") < plain_cost(device, "fp32")
+    assert cost(device, DType.FP64) == 2 * plain_cost(device, "fp32")
+
+
+@pytest.mark.parametrize("device", ["v100-sxm2", "mi300x"])
+def test_elsewhere_convolutions_of_fp32_run_in_fp32(device: str) -> None:
+    assert cost(device, DType.FP32) == plain_cost(device, "fp32")

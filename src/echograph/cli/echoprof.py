@@ -31,6 +31,7 @@ from echograph.ir.files import check_writable, write_whole
 from echograph.progress import silent
 from echograph.units import format_bytes, format_time
 from echograph.workflow.measure import MeasuringOptions
+from echograph.workflow.plan import Plan, read_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -361,6 +362,17 @@ def fit_command(
     fabric: Names = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the profiles.")] = Path("profiles"),
     date: Annotated[str, typer.Option(help="Date of the fit, as it stands in the profiles.")] = "",
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Instead: traces of a job, whose kernels correct their device's profile."),
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="With --trace: the model, if it does not show.")
+    ] = "",
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", help="With --trace: TOML file of the plan, if it does not show."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Turn measurement tables into device and fabric profiles; say how far they are off on rows held out."""
@@ -370,7 +382,7 @@ def fit_command(
         found = fit(
             output, kernels=kernels, collectives=collectives, nccl_tests=nccl_tests or (), cluster=cluster,
             collective=collective, name=name, devices=device or (), base=base, fabrics=fabric or (), date=date,
-            say=say,
+            trace=trace, model=model, plan=None if plan is None else Plan(**read_plan(plan)), say=say,
         )  # fmt: skip
     for note in found.notes:
         print_error(note)

@@ -36,7 +36,9 @@ from echograph.cli.output import (
     write_trace,
 )
 from echograph.errors import UsageError
+from echograph.frontend.pytorch.spec import ModelSizes
 from echograph.ir.graph import JobGraph, StepGraph
+from echograph.options import given, option_name
 from echograph.progress import Progress
 from echograph.units import format_bytes, format_time
 from echograph.workflow.plan import Plan
@@ -53,6 +55,11 @@ if TYPE_CHECKING:
 app = make_app("echosim", "Simulate a workload graph on a cluster: step time, where it goes, how sure it is.")
 
 MAX_TRACED = 64
+MODEL_OF_TRACE = typer.Option(
+    "--model",
+    "-m",
+    help="With --trace: zoo name, Hugging Face config, or file.py:function [default: by its gradients].",
+)
 
 
 @app.command("run")
@@ -458,10 +465,21 @@ def _figure(name: str, value: float | None) -> str:
 
 
 @app.command("validate")
+@with_options
 def validate_command(
+    plan: Plan,
+    system_options: SystemOptions,
+    sizes: ModelSizes,
     table: Annotated[
-        Path, typer.Argument(help="CSV table of measured steps (docs/accuracy.md names its columns).")
-    ],
+        Path | None, typer.Argument(help="CSV table of measured steps (docs/accuracy.md names its columns).")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Instead: profiler traces of a job, compared operator by operator."),
+    ] = None,
+    model: Annotated[str, MODEL_OF_TRACE] = "",
+    dtype: Annotated[str, typer.Option(help="With --trace: of the step [default: the gradients'].")] = "",
+    optimizer: Annotated[str, typer.Option(help="With --trace: adamw, adam or sgd [default: the trace's].")] = "",
     family: Annotated[list[str] | None, typer.Option(help="Only rows of this family; may be repeated.")] = None,
     grade: Annotated[str, typer.Option(help="Only rows of these grades.")] = "A,B",
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
@@ -469,14 +487,34 @@ def validate_command(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Predict measured training steps and say how far the predictions are off, family by family."""
-    from echograph.workflow.validation.validate import validate
-
-    check_outputs({"the table": table}, {"--output": output})
+    """Predict measured steps and say how far off: those of a table, or the one that a profiler's trace shows."""
+    if (table is None) == (trace is None):
+        raise UsageError("give a table of measured steps, or --trace FOLDER with the traces of a job")
     require_torch()
-    grades = tuple(grade.split(",")) if grade else ()
-    with progress("compiling") as say:
-        found = validate(table, families=family or (), grades=grades, peers=peers, jobs=jobs, say=say)
+    if trace is not None:
+        from echograph.workflow.analyze import read_folder
+        from echograph.workflow.validation.traced import validate_trace
+
+        if family or peers:
+            raise UsageError("--family and --peers: are of a table of steps: leave them out with --trace")
+        check_outputs({"the trace": trace}, {"--output": output})
+        spec = {name: value for name, value in (("dtype", dtype), ("optimizer", optimizer)) if value}
+        with progress("reading") as say:
+            found: Any = validate_trace(
+                read_folder(trace, say=say), model=model, plan=plan, sizes=sizes, spec=spec,
+                system_options=system_options, source=trace.resolve().name, say=say,
+            )  # fmt: skip
+    elif table is not None:
+        from echograph.workflow.validation.validate import validate
+
+        check_outputs({"the table": table}, {"--output": output})
+        asked = {"model": model, "dtype": dtype, "optimizer": optimizer}
+        words = [*(n for n, value in asked.items() if value), *given(plan), *given(system_options), *given(sizes)]
+        if words:
+            raise UsageError(f"{', '.join(map(option_name, words))}: only with --trace: a table's rows say it")
+        grades = tuple(grade.split(",")) if grade else ()
+        with progress("compiling") as say:
+            found = validate(table, families=family or (), grades=grades, peers=peers, jobs=jobs, say=say)
     print_json(found.to_json()) if as_json else print_text(str(found))
     write_json(output, found.to_json(), "validation")
 

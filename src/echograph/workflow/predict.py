@@ -239,7 +239,7 @@ _KEPT = (
     "breakdown_most_s", "breakdown_ranks", "limits_s", "durations", "collectives", "simulation",
 )  # fmt: skip
 TRACE = "trace"
-NOT_TRACED, NOT_TRACED_WORLD = "not traced", "not traced (all ranks)"
+NOT_TRACED, NOT_TRACED_WORLD, PARTLY_TRACED = "not traced", "not traced (all ranks)", "partly traced"
 ONE_OF_SEVERAL = "one rank of several"
 
 
@@ -300,7 +300,7 @@ def replay(
                 f"--gpus {gpus}: what was measured is of {job.world_size} ranks: say whose network, with --cluster"
             )
         _check_sizes(job)
-        _check_traced(job, f"--gpus {gpus}", {NOT_TRACED})
+        _check_traced(job, f"--gpus {gpus}", {NOT_TRACED, PARTLY_TRACED})
         if _of_groups(job, {ONE_OF_SEVERAL}).any():
             raise PlanError(
                 f"--gpus {gpus}: the job has collectives of one rank of several, so it is not only data-parallel"
@@ -315,7 +315,7 @@ def replay(
         from echograph.ir.passes.annotate import ForgetCommunication
 
         _check_sizes(job)
-        _check_traced(job, f"--cluster {system.cluster.name}", {NOT_TRACED, NOT_TRACED_WORLD})
+        _check_traced(job, f"--cluster {system.cluster.name}", {NOT_TRACED, NOT_TRACED_WORLD, PARTLY_TRACED})
         job = run(job, (ForgetCommunication(), OneCommunicator()), to=JobGraph)
     on = _machine(job, system)
     result = simulator.simulate(job, on.cluster, on.host, engine="static", scales=scales, memory=False)
@@ -414,8 +414,8 @@ def _check_traced(job: JobGraph, option: str, names: set[str]) -> None:
 
 
 def _of_groups(job: JobGraph, names: set[str]) -> npt.NDArray[np.bool_]:
-    """Which operations communicate in a group of one of the names."""
-    groups = [index for index, group in enumerate(job.groups) if group.name in names]
+    """Which operations communicate in a group of one of the names; what follows a colon is of one group."""
+    groups = [index for index, group in enumerate(job.groups) if group.name.partition(":")[0] in names]
     return np.isin(job.ops.kind, COMMUNICATIONS) & np.isin(job.ops.group, groups)
 
 

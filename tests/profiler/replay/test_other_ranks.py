@@ -73,6 +73,22 @@ def test_collectives_of_ranks_that_were_not_traced_are_not_timed(tmp_path: Path)
             replay(some, **options)  # type: ignore[arg-type]
 
 
+def test_collectives_of_ranks_that_were_traced_in_part_are_not_timed_as_if_they_had_no_others(
+    tmp_path: Path,
+) -> None:
+    said = list(range(8))
+    for rank in (0, 1):
+        job = {"backend": "nccl", "rank": rank, "world_size": 8}
+        write(tmp_path / f"rank{rank}.json", reduced(said), rank=None, distributedInfo=job)
+    job = lower(read_traces(tmp_path, last_step=True), "traced").graph
+    assert replay(job).step_ps == 100_000_000
+    for options in ({"system": System(CLUSTER)}, {"system": System(CLUSTER), "gpus": 16}):
+        with pytest.raises(
+            UsageError, match="2 collectives, 'all_reduce' first, are of ranks that were not traced"
+        ):
+            replay(job, **options)  # type: ignore[arg-type]
+
+
 def test_a_group_of_one_rank_of_several_is_not_the_world(tmp_path: Path) -> None:
     job = job_of(tmp_path, reduced([0]), 8)
     with pytest.raises(PlanError, match="collectives of one rank of several, so it is not only data-parallel"):
@@ -99,6 +115,18 @@ def test_an_all_reduce_that_goes_round_nccl_is_communication(tmp_path: Path) -> 
     assert replay(lowered.graph).step_ps == 60_000_000
     assert replay(lowered.graph, scales=[parse_scale("comm=0.5")]).step_ps == 35_000_000
     assert replay(lowered.graph, scales=[parse_scale("compute=0.5")]).step_ps == 60_000_000
+
+
+def test_other_durations_stand_in_the_place_of_measured_ones(tmp_path: Path) -> None:
+    path = write(tmp_path / "rank0.json", [operator("aten::mm", 0, 5), *launched("gemm", 5, 10, 50, 1)])
+    trace = read_trace(path)
+    row = int(trace.on_device.nonzero()[0][0])
+    before, after = (
+        replay(lower(TraceSet({0: trace}), "traced", instead=instead).graph)
+        for instead in ({}, {0: {row: 20_000_000}})
+    )
+    assert (before.step_ps, after.step_ps) == (60_000_000, 30_000_000)
+    assert after.sources["analytical"] > 0 == before.sources["analytical"]
 
 
 H100 = {"id": 0, "name": "NVIDIA H100"}

@@ -52,6 +52,42 @@ def test_sizes_and_groups_are_read_from_whichever_row_has_them(tmp_path: Path) -
     )
 
 
+def test_a_size_comes_from_the_annotation_where_the_operator_was_given_a_list(tmp_path: Path) -> None:
+    """PyTorch 2.0 records no shapes of lists of tensors; the annotation within has those of what goes in."""
+    listed = {"Input Dims": [[], []], "Input type": ["TensorList", "Scalar"]}
+    said = {"Input Dims": [[1000]], "Input type": ["float"]}
+    events = [
+        operator("record_param_comms", 10, 20, **listed),
+        operator("nccl:all_reduce", 11, 10, **said) | {"cat": "user_annotation"},
+        *launched("ncclKernel_AllReduce_RING_LL_Sum_float", 12, 40, 30, 1, stream=20),
+    ]
+    (call,) = collectives(read_trace(write(tmp_path / "rank0.json", events)))
+    assert (call.kind, call.nbytes, call.dtype) == ("all_reduce", 4000, "float")
+
+
+@pytest.mark.parametrize(
+    ("operator_name", "annotation", "kind", "dims"),
+    [
+        ("c10d::_allgather_base_", "nccl:_all_gather_base", "all_gather", [[4096], [64], []]),
+        ("c10d::_reduce_scatter_base_", "nccl:_reduce_scatter_base", "reduce_scatter", [[64], [4096], []]),
+        ("c10d::alltoall_base_", "", "all_to_all", [[4096], [4000], []]),
+    ],
+)
+def test_the_whole_buffer_is_the_larger_of_what_goes_in_and_comes_out(
+    tmp_path: Path, operator_name: str, annotation: str, kind: str, dims: list[list[int]]
+) -> None:
+    types = ["signed char", "signed char", ""]
+    events = [
+        operator(operator_name, 10, 20, **{"Input Dims": dims, "Input type": types}),
+        *launched("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", 12, 40, 30, 1, stream=20),
+    ]
+    if annotation and kind == "all_gather":  # of which ranks it is is not said: its shape alone is no size
+        said = {"Input Dims": [[64]], "Input type": ["signed char"]}
+        events.insert(1, operator(annotation, 11, 10, **said) | {"cat": "user_annotation"})
+    (call,) = collectives(read_trace(write(tmp_path / "rank0.json", events)))
+    assert (call.kind, call.nbytes) == (kind, 4096)
+
+
 @pytest.mark.parametrize(
     "said",
     [

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from echograph.errors import DataError, UnavailableError, UnknownNameError, UsageError
 from echograph.progress import Progress, silent
+from echograph.workflow.plan import Plan
 
 if TYPE_CHECKING:
     from echograph.profiler.analyses.table import AnswerTable
@@ -31,6 +32,9 @@ def fit(
     base: str | None = None,
     fabrics: Sequence[str] = (),
     date: str = "",
+    trace: str | Path | None = None,
+    model: str = "",
+    plan: Plan | None = None,
     say: Progress = silent,
 ) -> AnswerTable:
     """Turns tables of measurements into profiles of devices and fabrics, which predictions then rest on.
@@ -47,6 +51,9 @@ def fit(
         base: fit the table of one device anew on top of this shipped profile.
         fabrics: only these of the table; none: all.
         date: date of the fit, as it stands in the profiles.
+        trace: instead of all these, profiler traces of a job, whose kernels correct the profile of their device.
+        model: the model that was traced, where the trace does not show it.
+        plan: what the trace does not show of how it was spread.
         say: told what goes on.
 
     Returns:
@@ -59,6 +66,11 @@ def fit(
         DataError: it breaks a rule, or holds no row that fits.
         OutputError: the folder cannot be written.
     """
+    if trace is not None:
+        others = (kernels, collectives, nccl_tests, devices, fabrics, base)
+        if any(others):
+            raise UsageError("--trace: a profile is corrected by one trace alone: leave the tables out")
+        return _fit_the_trace(Path(trace), Path(output), model, plan, say)
     tables = [Path(kernels)] if isinstance(kernels, str | Path) else [Path(table) for table in kernels or ()]
     if not tables and collectives is None and not nccl_tests:
         raise UsageError("nothing to fit: give --kernels TABLE, --collectives TABLE or --nccl-tests LOG")
@@ -80,6 +92,19 @@ def fit(
             records += fit_the_logs(logs, cluster, collective, name, folder, date, say)
     notes = (f"{without}: the table has no rows for it, skipped" for without in skipped)
     return from_rows(TITLES, [[record[title] for title in TITLES] for record in records], notes)
+
+
+def _fit_the_trace(trace: Path, output: Path, model: str, plan: Plan | None, say: Progress) -> AnswerTable:
+    from echograph.ir.files import whole_folder
+    from echograph.profiler.analyses.table import from_rows
+    from echograph.workflow.analyze import read_folder
+    from echograph.workflow.calibration.traced import TITLES as OF_TRACE
+    from echograph.workflow.calibration.traced import fit_trace
+
+    name = trace.resolve().name
+    with whole_folder(output) as folder:
+        records = fit_trace(read_folder(trace, say=say), folder, model=model, plan=plan, source=name, say=say)
+    return from_rows(OF_TRACE, [[record[title] for title in OF_TRACE] for record in records])
 
 
 def fit_devices(
