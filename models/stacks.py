@@ -29,6 +29,7 @@ class Stack:
         fuse: how far elementwise operations become one kernel: those of one part of a layer ("modules"), as a
             library of fused kernels has them, or all that a compiler finds ("step"), or finds in each layer
             ("layers"); "": none.
+        unfused: operators of which a library of fused kernels has none: a part of a layer with one stays as it is.
         repeated_heads: whether keys and values are copied for every query head, where queries are grouped.
         complex_rotation: whether rotary embeddings are products of complex numbers in fp32, which nothing fuses.
         loss: "eager" or "fused" cross-entropy.
@@ -55,6 +56,7 @@ class Stack:
         overlap_param_gather: whether parameters are gathered while the next forward goes on (ZeRO-1 and 2).
         tp_comm_overlap: what of tensor-parallel communication runs beside products: "none"; "bulk": in backward,
             beside gradients of inputs and weights; "chunks": cut up with their own products, too.
+        tp_comm_waits: whether kernels wait for each collective where none of them runs beside products.
         tp_dtensor: whether tensor-parallel ranks communicate as DTensor does: along the first dimension alone,
             with a copy where they share another; and what forward gathers is kept for backward.
         tp_comm_sms: multiprocessors that a tensor-parallel reduction takes from the products beside it.
@@ -70,6 +72,7 @@ class Stack:
     sources: Mapping[str, str] = field(default_factory=dict)
     attention: tuple[str, ...] = ()
     fuse: Literal["", "modules", "layers", "step"] = ""
+    unfused: tuple[str, ...] = ()
     repeated_heads: bool = False
     complex_rotation: bool = False
     loss: Literal["", "eager", "fused"] = ""
@@ -92,6 +95,7 @@ class Stack:
     overlap_grad_reduce_in_pipelines: bool | None = None
     overlap_param_gather: bool | None = None
     tp_comm_overlap: Literal["", "none", "bulk", "chunks"] = ""
+    tp_comm_waits: bool = False
     tp_dtensor: bool = False
     tp_comm_sms: int = 0
     pipeline_scatter_gather: bool = False

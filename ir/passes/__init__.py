@@ -28,6 +28,7 @@ PASSES = Table(
         "attention_kernel": "echograph.ir.passes.kernels:AttentionKernel",
         "fuse": "echograph.ir.passes.fuse:Fuse",
         "tp_comm_overlap": "echograph.ir.passes.tensor_parallel.overlap:TpCommOverlap",
+        "tp_comm_waits": "echograph.ir.passes.tensor_parallel.overlap:TpCommWaits",
         "tp_first_dim": "echograph.ir.passes.tensor_parallel.first_dim:FirstDim",
         "pipeline": "echograph.ir.passes.pipeline:Pipeline",
         "data_parallel": "echograph.ir.passes.data_parallel:DataParallel",

@@ -208,8 +208,13 @@ class Ring:
 
     The backward pass goes round the other way, from the keys and values that came last; their gradients
     follow a step behind, each rank adding its own. Sent in all, by a layer: (n - 1) (k + v) forward, twice
-    that backward. Slices of chunks are views (flash attention takes strides); all steps run on the
-    compute stream, where TransformerEngine alternates between two. Gradients add up in the type of the keys.
+    that backward. All steps run on the compute stream, where TransformerEngine alternates between two.
+    Gradients add up in the type of the keys.
+
+    What is copied is what TransformerEngine copies (v1.11, pytorch/attention.py, AttnFuncWithCPAndKVP2P): a chunk
+    before each step that reads one of two, as its operands are contiguous; results into zeros, which each step
+    adds to; backward keys and values into the buffer that goes round, the first gradients into their sums, and
+    each step's gradients of keys and values side by side before they are added.
 
     Args:
         writer: of the graph.
@@ -222,7 +227,6 @@ class Ring:
         self.receives = writer.builder.stream(f"comm.{AXIS}.recv")
         self._last: dict[int, TensorRow] = {}  # keys and values that came last, by the forward operation
         self._maker: dict[int, int] = {}  # operations that make what goes round
-        self._chunks: dict[int, TensorRow] = {}
 
     def forward(self, op: t.Compute) -> None:
         """Writes the steps, and merges their results."""
@@ -235,12 +239,13 @@ class Ring:
         partial: list[tuple[TensorRow, TensorRow]] = []
         total: TensorRow | None = None
         for number, step in enumerate(steps):
-            pair = self._unpack(op, buffer, (key[1], value[1]), step.keys) if number else (key, value)
+            pair = self._unpack(op, buffer, (key[1], value[1])) if number else (key, value)
             if number + 1 < len(steps):
                 buffer = self._exchange(op, buffer, _KEYS, towards=1)
             made = [writer.new(part_of(like, step.queries)) for like in (result, sums)]
             rest = () if number else [writer.operand(i) for i in op.outputs[2:]]
-            self._attention(op, step, [self._queries(op, query, step), *pair], [*made, *rest], first=not number)
+            (read,), pair = self._chunk(op, step.queries, query), self._chunk(op, step.keys, *pair)
+            self._attention(op, step, [read, *pair], [*made, *rest], first=not number)
             partial.append((made[0], made[1]))
             total = made[1] if total is None else self._add_logarithms(op, total, made[1], fresh=number == 1)
         assert total is not None
@@ -254,28 +259,30 @@ class Ring:
         gradient, query, key, value, result, sums, *rest = (writer.operand(i) for i in op.inputs)
         sums = sums[0], writer.logarithms(op.inputs[5], result[1])
         steps = self._steps(op)[::-1]
-        buffer = self._last[writer.forward_of(op, op.inputs[4:6])]
+        buffer = self._copied(op, self._last[writer.forward_of(op, op.inputs[4:6])])
         keys = key[1], value[1]
         query_total: TensorRow | None = None
         key_total: TensorRow | None = None
         for number, step in enumerate(steps):
-            pair = self._unpack(op, buffer, keys, step.keys)
+            pair = self._unpack(op, buffer, keys)
             if number + 1 < len(steps):
                 buffer = self._exchange(op, buffer, _KEYS, towards=-1)
             if key_total is not None:
                 key_total = self._exchange(op, key_total, _GRADIENTS, towards=-1)
-            first, second, third, fourth = (self._queries(op, x, step) for x in (gradient, query, result, sums))
+            first, second, third = self._chunk(op, step.queries, gradient, query, result)
+            (fourth,), pair = self._chunk(op, step.queries, sums), self._chunk(op, step.keys, *pair)
             made = [
                 writer.new(part_of(writer.local(op.outputs[0]), step.queries)),
                 *(writer.new(part_of(writer.local(i), step.keys)) for i in op.outputs[1:3]),
             ]
             self._attention(op, step, [first, second, *pair, third, fourth, *rest], made, first=not number)
-            query_total = self._add(op, query[1], query_total, made[:1])
-            key_total = self._add(op, buffer[1], key_total, made[1:])
+            query_total = self._add(op, query[1], query_total, made[0])
+            beside = self._pack(op, made[1:])
+            key_total = self._add(op, buffer[1], key_total, beside)
         assert query_total is not None
         assert key_total is not None
         writer.stands_for(op.outputs[0], query_total[0])
-        for index, whole in zip(op.outputs[1:3], self._unpack(op, key_total, keys, 1), strict=True):
+        for index, whole in zip(op.outputs[1:3], self._unpack(op, key_total, keys), strict=True):
             writer.stands_for(index, whole[0])
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -295,36 +302,36 @@ class Ring:
         attributes = replace(op.attributes, causal=step.causal)
         self.writer.attention(op, reads, makes, attributes, op.flops // self.writer.ranks**2, stands=first)
 
-    def _queries(self, op: t.Compute, operand: TensorRow, step: _Step) -> TensorRow:
-        """All positions of a tensor, or a view of the second chunk."""
-        if step.queries == 1:
-            return operand
-        row, like = operand
-        if row not in self._chunks:
-            part = part_of(like, step.queries)
-            self._chunks[row] = self.writer.new(part, alias_of=row)
-            self.writer.kernel(op, "aten.slice", (operand,), (self._chunks[row],))
-        return self._chunks[row]
+    def _chunk(self, op: t.Compute, share: int, *operands: TensorRow) -> list[TensorRow]:
+        """All positions of tensors, or copies of one of their two chunks, by one kernel."""
+        if share == 1:
+            return list(operands)
+        made = [self.writer.new(part_of(like, share)) for _, like in operands]
+        nbytes = sum(like.nbytes for _, like in made)
+        self.writer.kernel(op, "aten.clone", operands, made, (nbytes, nbytes))
+        return made
+
+    def _copied(self, op: t.Compute, operand: TensorRow) -> TensorRow:
+        """A copy of a tensor."""
+        like = operand[1]
+        made = self.writer.new(like)
+        self._maker[made[0]] = self.writer.kernel(op, "aten.clone", (operand,), (made,), (like.nbytes, like.nbytes))
+        return made
 
     # -- what goes round -------------------------------------------------------------------------------------
 
     def _pack(self, op: t.Compute, pair: Sequence[TensorRow]) -> TensorRow:
-        """Keys and values, or their gradients, one after the other; what is left out of a chunk is 0."""
-        elements = sum(like.numel for _, like in pair)
-        return self._packed(op, pair, replace(pair[0][1], shape=(elements,)))
-
-    def _packed(self, op: t.Compute, pair: Sequence[TensorRow], like: t.Tensor) -> TensorRow:
-        made = self.writer.new(like)
-        self._maker[made[0]] = self.writer.kernel(
-            op, "aten.cat", pair, (made,), (sum(x.nbytes for _, x in pair), like.nbytes)
-        )
+        """Keys and values, or their gradients, one after the other."""
+        nbytes = sum(like.nbytes for _, like in pair)
+        made = self.writer.new(replace(pair[0][1], shape=(sum(like.numel for _, like in pair),)))
+        self._maker[made[0]] = self.writer.kernel(op, "aten.cat", pair, (made,), (nbytes, nbytes))
         return made
 
     def _unpack(
-        self, op: t.Compute, buffer: TensorRow, pair: tuple[t.Tensor, t.Tensor], share: int
+        self, op: t.Compute, buffer: TensorRow, pair: tuple[t.Tensor, t.Tensor]
     ) -> tuple[TensorRow, TensorRow]:
-        """Views of keys and values, or of their first chunks."""
-        made = [self.writer.new(part_of(like, share), alias_of=buffer[0]) for like in pair]
+        """Views of keys and values."""
+        made = [self.writer.new(like, alias_of=buffer[0]) for like in pair]
         self.writer.kernel(op, "aten.split_with_sizes", (buffer,), made)
         return made[0], made[1]
 
@@ -356,24 +363,24 @@ class Ring:
     def _merge(
         self, op: t.Compute, like: t.Tensor, total: TensorRow, partial: Sequence[tuple[TensorRow, TensorRow]]
     ) -> int:
-        """Each step's result times exp(its logarithm - the total's), added up."""
-        made: list[TensorRow] = []
+        """Each step's result times exp(its logarithm - the total's), added to zeros."""
+        made = self.writer.new(like)
+        self.writer.kernel(op, "aten.zeros_like", (), (made,), (0, like.nbytes))
         for result, logarithms in partial:
-            nbytes = result[1].nbytes * (1 + len(made[-1:])) + 2 * logarithms[1].nbytes
-            new = self.writer.new(like, alias_of=made[-1][0] if made else None)
-            reads = (*made[-1:], result, logarithms, total)
+            nbytes = 2 * result[1].nbytes + 2 * logarithms[1].nbytes
+            new = self.writer.new(like, alias_of=made[0])
+            reads = (made, result, logarithms, total)
             self.writer.kernel(op, f"{AXIS}.merge", reads, (new,), (nbytes, result[1].nbytes))
-            made.append(new)
-        return made[-1][0]
+            made = new
+        return made[0]
 
-    def _add(
-        self, op: t.Compute, like: t.Tensor, total: TensorRow | None, parts: Sequence[TensorRow]
-    ) -> TensorRow:
-        """Gradients of a step added to those of the steps before."""
-        if total is None:
-            return parts[0] if parts[0][1].shape == like.shape else self._packed(op, parts, like)
-        made, nbytes = self.writer.new(like, alias_of=total[0]), sum(x.nbytes for _, x in parts)
-        self._maker[made[0]] = self.writer.kernel(op, "aten.add_", (total, *parts), (made,), (2 * nbytes, nbytes))
+    def _add(self, op: t.Compute, like: t.Tensor, total: TensorRow | None, part: TensorRow) -> TensorRow:
+        """Gradients of a step added to those of the steps before; the first are copied."""
+        nbytes = part[1].nbytes
+        made = self.writer.new(like, alias_of=None if total is None else total[0])
+        reads = (part,) if total is None else (total, part)
+        name = "aten.copy_" if total is None else "aten.add_"
+        self._maker[made[0]] = self.writer.kernel(op, name, reads, (made,), (len(reads) * nbytes, nbytes))
         return made
 
 

@@ -104,15 +104,18 @@ class Fuse:
             feed-forward network), as a library of fused kernels has them. What stands between parts, as the
             addition of a residual, is then a kernel of its own, and the loss is fused function by function, as
             Megatron's is: what one of them makes goes through memory to the next.
+        unfused: operators of which the library has no kernel, within "modules": nothing fuses in the part of a layer
+            that one of them stands in (an activation that is written in Python alone).
     """
 
     name: ClassVar[str] = "fuse"
 
     within: Literal["step", "layers", "modules"] = "step"
+    unfused: tuple[str, ...] = ()
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step graph."""
-        found = _Finder(graph, self.within).kernels()
+        found = _Finder(graph, self.within, unfused=self.unfused).kernels()
         again = [kernel for kernel in found if self.within != "modules" or kernel.area]
         return _Writer(graph, _Traffic(graph, found, again), _MAKERS[self.within]).write()
 
@@ -135,7 +138,9 @@ def fuse_regions(job: JobGraph, regions: Sequence[KernelRegion | None]) -> JobGr
 class _Finder:
     """Goes through the operations in order, with the kernels that may still grow."""
 
-    def __init__(self, graph: Graph, within: str, regions: Sequence[KernelRegion | None] = ()) -> None:
+    def __init__(
+        self, graph: Graph, within: str, regions: Sequence[KernelRegion | None] = (), *, unfused: Sequence[str] = ()
+    ) -> None:
         self.graph, self.within_modules, self.within_layers = graph, within == "modules", within == "layers"
         self.regions = regions
         self.cuts = {cut for program in graph.programs for cut in program.calls[:, 1:3].ravel().tolist()}
@@ -144,6 +149,8 @@ class _Finder:
         self.sums: dict[int, _Kernel] = {}
         self.reading: dict[int, _Kernel] = {}
         self.found: list[_Kernel] = []
+        names = [graph.strings[name] for name in graph.ops.name.tolist()]
+        self.eager = {self._area(row) for row, name in enumerate(names) if name in unfused}
 
     def kernels(self) -> list[_Kernel]:
         """The kernels, those of one operation among them."""
@@ -331,7 +338,9 @@ class _Finder:
         if self.regions:
             return self.regions[row] is not None
         waits = bool(self.graph.ops.deps.row(row))
-        return not waits and (not self.within_layers or LABEL in self.graph.strings[self.graph.ops.module[row]])
+        if waits or self._area(row) in self.eager:
+            return False
+        return not self.within_layers or LABEL in self.graph.strings[self.graph.ops.module[row]]
 
 
 class _Traffic:

@@ -27,7 +27,10 @@ BATCH, POSITIONS, LAYERS = 2, 64, 2
 NAMES = ("llama-3.2-1b", "gpt2", "bert-base-uncased")
 Step = Callable[..., StepGraph]
 Method = Literal["ring", "all_to_all"]
-BESIDE_RING = {"aten.cat", "aten.split_with_sizes", "aten.slice", "aten.logaddexp", "cp.merge", "aten.add_"}
+BESIDE_RING = {
+    "aten.cat", "aten.clone", "aten.copy_", "aten.split_with_sizes", "aten.zeros_like", "aten.logaddexp", "cp.merge",
+    "aten.add_",
+}  # fmt: skip
 BESIDE_HEADS = {"aten.clone", "aten.repeat_interleave", "aten.sum"}
 """What the methods add beside attention and communications."""
 
@@ -210,6 +213,28 @@ def test_a_ring_sends_keys_and_values_once_forward_and_twice_backward(step: Step
     assert moved(made, t.Phase.BACKWARD) == 2 * LAYERS * (size - 1) * own
     sends, receives = ([op for op in calls(made) if isinstance(op, kind)] for kind in (t.Send, t.Recv))
     assert [(op.tag, op.nbytes, op.peer) for op in sends] == [(op.tag, op.nbytes, -op.peer) for op in receives]
+
+
+def test_a_ring_of_two_copies_what_transformer_engine_does(step: Step) -> None:
+    """Bytes read and written beside attention, in those of queries and of keys with values; rank 1 of 2."""
+    made = ContextParallel(size=2)(step("llama-3.2-1b"))
+    queries, pair = (BATCH * POSITIONS // 2 * heads * 64 * 2 for heads in (32, 2 * 8))
+    sums = BATCH * POSITIONS // 2 * 32 * 4
+    copied = {
+        t.Phase.FORWARD: [
+            ("aten.cat", pair, pair), ("aten.clone", pair // 2, pair // 2), ("aten.zeros_like", 0, queries),
+            ("aten.logaddexp", 2 * sums, sums), *2 * [("cp.merge", 2 * queries + 2 * sums, queries)],
+        ],
+        t.Phase.BACKWARD: [
+            ("aten.clone", pair, pair), ("aten.clone", pair // 2, pair // 2), ("aten.copy_", queries, queries),
+            ("aten.cat", pair // 2, pair // 2), ("aten.copy_", pair // 2, pair // 2), ("aten.cat", pair, pair),
+            ("aten.add_", 2 * queries, queries), ("aten.add_", 2 * pair, pair),
+        ],
+    }  # fmt: skip
+    for phase, expected in copied.items():
+        ops = [op for op in computes(made) if op.phase == phase and not op.is_view]
+        found = Counter((op.name, op.bytes_read, op.bytes_written) for op in ops)
+        assert not Counter({key: LAYERS * n for key, n in Counter(expected).items()}) - found
 
 
 @pytest.mark.parametrize("size", [2, 4, 16])

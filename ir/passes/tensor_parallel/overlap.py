@@ -18,6 +18,10 @@ not; its operand is then on its way, not made (`tp.arriving`). With a scatter of
 product is made first, scattering begins after it, and the last n-th of the bytes goes when all is made: max(g +
 s/n, g/n + s). Several products of what was gathered (queries, keys and values) are one.
 
+What Transformer Engine gathers in backward it first copies to the buffer that the other ranks read (`tp.share`;
+v1.11, pytorch/module/base.py and layernorm_linear.py, copy_input_to_ubuf), but where a cast to 8 bit writes it there;
+forward a norm does.
+
 PyTorch's asynchronous tensor parallelism (`dtensor`) finds patterns in a compiled layer: a gather and the products
 of what it gathers, and a product whose result is scattered. A sum of several products, as the gradient of what
 queries, keys and values share, is scattered with nothing beside it (inductor's fx_passes/micro_pipeline_tp.py). A
@@ -26,6 +30,9 @@ lies side by side, and is added up once all of it is there (`tp.sum`), so a prod
 ranks (torch/distributed/_symmetric_memory: `_pipelined_all_gather_and_consume`, `_pipelined_produce_and_all2all`).
 
 It comes after the passes that choose kernels, before those that lower the step to a job. The head is left out.
+
+A library that calls `torch.distributed` without `async_op` overlaps nothing: the stream of the kernels waits for
+each collective before it goes on (`TpCommWaits`), whatever the next kernel reads.
 """
 
 from __future__ import annotations
@@ -84,6 +91,21 @@ class TpCommOverlap:
         if not self.chunks:
             return ordered
         return _Chunks(_Flow(ordered), ranks if symmetric else self.splits, symmetric).write()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpCommWaits:
+    """The step of a tensor-parallel rank whose kernels wait for each collective, as Megatron-LM's did until 2022.
+
+    Source: NVIDIA/Megatron-LM v2.5, megatron/mpu/mappings.py: `torch.distributed.all_reduce` forward and backward,
+    after both products of a linear layer's gradients.
+    """
+
+    name: ClassVar[str] = "tp_comm_waits"
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        """The step graph."""
+        return _Waits(_Flow(graph)).write()
 
 
 class _Flow:
@@ -163,6 +185,26 @@ class _Flow:
             made = (int(self.graph.maker[i]) for i in self.ops[here].inputs)
             open_rows += [maker for maker in (*made, *self.ops[here].deps) if maker != NONE]
         return found
+
+
+class _Waits(StepWriter):
+    """Writes kernels that come after a tensor-parallel collective, in the same call, as waiting for it."""
+
+    def __init__(self, flow: _Flow) -> None:
+        super().__init__(flow.graph)
+        self.flow = flow
+        self.begun: t.Collective | None = None
+
+    def operation(self, op: t.Op) -> None:
+        begun = self.begun
+        if isinstance(op, t.Collective) and self.graph.groups[op.group].axes == (AXIS,):
+            self.begun = op
+        elif begun is not None and isinstance(op, t.Compute) and not op.is_view:
+            self.begun = None
+            if self.flow.call_of[op.id] == self.flow.call_of[begun.id]:
+                self.copy(op, deps=[self.part.ops[row] for row in {*op.deps, begun.id}])
+                return
+        self.copy(op)
 
 
 class _Bulk(StepWriter):
@@ -380,11 +422,21 @@ class _Chunks(StepWriter):
             self._in_parts(op, self.cuts[op.id])
         elif isinstance(op, t.Collective) and op.id in self.begun:
             self._end(op)
-        elif isinstance(op, t.Collective) and op.id in self.beside and self.symmetric:
+        elif isinstance(op, t.Collective) and self._is_shown(op):
             shown = self._moved(op, "tp.share", self.tensor(op.inputs[0]), op.inputs[0], op.inputs[0])
-            self.copy(replace(op, name=SYMMETRIC + "all_gather"), inputs=[shown])
+            self.copy(replace(op, name=SYMMETRIC + "all_gather") if self.symmetric else op, inputs=[shown])
         else:
             self.copy(op)
+
+    def _is_shown(self, op: t.Collective) -> bool:
+        """Whether a rank copies its part of what is gathered to where the others read it."""
+        if self.symmetric:
+            return op.id in self.beside
+        maker = int(self.graph.maker[op.inputs[0]])
+        cast = maker != NONE and self.flow.names[maker].startswith("fp8.cast")
+        there = cast and self.graph.ops.phase[maker] == t.Phase.BACKWARD
+        gathers = self.flow.communication(op.id, t.CollectiveKind.ALL_GATHER) is not None
+        return gathers and op.phase == t.Phase.BACKWARD and self.flow.of_layers[op.id] and not there
 
     def _in_parts(self, op: t.Compute, cut: _Cut) -> None:
         output = self.graph.tensors[op.outputs[0]]

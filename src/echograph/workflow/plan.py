@@ -448,12 +448,13 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         (stack.repeated_heads, "repeated_heads", {}),
         (stack.complex_rotation, "complex_rotation", {}),
         (bool(stack.attention), "attention_kernel", {"kernel": _attention(stack, cluster)}),
-        (bool(stack.fuse), "fuse", {"within": stack.fuse}),
+        (bool(stack.fuse), "fuse", {"within": stack.fuse, "unfused": stack.unfused}),
         (
             plan.tp > 1 and plan.tp_comm_overlap in ("bulk", "chunks"),
             "tp_comm_overlap",
             {"chunks": plan.tp_comm_overlap == "chunks", "dtensor": stack.tp_dtensor},
         ),
+        (plan.tp > 1 and stack.tp_comm_waits and plan.tp_comm_overlap in ("", "none"), "tp_comm_waits", {}),
         (plan.tp > 1 and stack.tp_dtensor, "tp_first_dim", {}),
         # The job of all ranks.
         (plan.pp > 1, "pipeline", _pipeline(plan, count, stack)),
