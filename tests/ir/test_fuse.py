@@ -120,6 +120,25 @@ def test_parts_of_a_layer_move_each_tensor_once(
     assert sum(op.bytes_written for op in kernels) == 2 * TOKENS * written
 
 
+def test_an_activation_that_a_library_has_no_kernel_of_stays_as_it_is() -> None:
+    """Squared ReLU of NeMo 2.0: two kernels forward, each of which reads and writes what it works on."""
+    graph = captured("nemotron-4-15b")
+    parts = {"all fused": Fuse(within="modules"), "but one": Fuse(within="modules", unfused=("aten.relu",))}
+    found = {
+        name: Counter((op.name, op.phase) for op in ran(fuse(graph)) if op.module.endswith("act_fn"))
+        for name, fuse in parts.items()
+    }
+    assert {name for name, _ in found["all fused"]} == {"fused.pow", "fused.threshold_backward"}
+    assert found["but one"] == Counter(
+        (op.name, op.phase) for op in ran(graph) if op.module.endswith("act_fn") and op.name != "aten.view"
+    )
+    norms = (
+        Counter(op.name for op in ran(fuse(graph)) if op.name.startswith("fused.native_layer_norm"))
+        for fuse in parts.values()
+    )
+    assert len(set(map(tuple, map(sorted, map(Counter.items, norms))))) == 1
+
+
 def test_a_compiler_of_layers_leaves_what_stands_around_them() -> None:
     graph = captured("llama-3-8b")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -18,11 +19,12 @@ from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.precision import Precision
 from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.tensor_parallel import TensorParallel
-from echograph.ir.passes.tensor_parallel.overlap import SPLITS, SYMMETRIC, TpCommOverlap
+from echograph.ir.passes.tensor_parallel.overlap import SPLITS, SYMMETRIC, TpCommOverlap, TpCommWaits
 from echograph.ir.verify import verify
 from echograph.models import get_model
+from echograph.simulator.clusters import load_cluster
 from echograph.workflow.compile import compile_entry
-from echograph.workflow.plan import Plan
+from echograph.workflow.plan import Plan, passes
 from echograph.workflow.predict import predict
 from echograph.workflow.scenario import Scenario
 
@@ -80,8 +82,9 @@ def test_asynchronous_tensor_parallelism_moves_a_part_before_a_gather_and_adds_p
     }
     if not fp8:
         assert {(op.bytes_read, op.bytes_written) for op in shares if isinstance(op, t.Compute)} == {(part, part)}
-    plain = Counter(op.name for op in ran(TpCommOverlap()(graph)))
-    assert plain["tp.share"] == plain["tp.sum"] == 0
+    plain = Counter((op.name, op.phase) for op in ran(TpCommOverlap()(graph)) if op.name in ("tp.share", "tp.sum"))
+    # What Transformer Engine gathers in backward; there casts write gradients where the others read them.
+    assert plain == {("tp.share", t.Phase.BACKWARD): 3 * (2 if fp8 else 4)}
 
 
 def test_a_sum_of_products_is_scattered_with_nothing_beside_it() -> None:
@@ -93,6 +96,42 @@ def test_a_sum_of_products_is_scattered_with_nothing_beside_it() -> None:
     assert max(op.id for op in ops if is_product(op)) < scatter.id
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_nothing_waits_for_what_is_gathered_again_before_it_is_read(fp8: bool) -> None:
+    """A view of it stands after the product of the input's gradient, beside which it is gathered."""
+    ops = backward(TpCommOverlap()(ranks("llama-3.2-1b", fp8=fp8)), views=True)
+    gathers = [op for op in ops if isinstance(op, t.Collective) and op.collective.name == "ALL_GATHER"]
+    gather = next(op for op in gathers if op.module.endswith(("up_proj", "gate_proj")))
+    product = next(op for op in ops if op.id > gather.id and is_product(op))
+    readers = [op for op in ops if gather.outputs[0] in op.inputs]
+    assert readers
+    assert all(op.id > product.id for op in readers)
+
+
+def test_kernels_wait_for_what_a_library_communicates_synchronously() -> None:
+    """As Megatron-LM of 2021 did: the next kernel, whatever it reads; nothing else changes."""
+    graph = ranks("gpt2", sequence=False)
+    made = TpCommWaits()(graph)
+    verify(made)
+    assert work(made) == work(graph)
+    waited = set()
+    for op, after in itertools.pairwise(op for op in backward(made) if op.phase == t.Phase.BACKWARD):
+        if isinstance(op, t.Collective):
+            assert op.id in after.deps
+            waited.add(op.module.rpartition(".")[2])
+    assert waited == {"c_fc", "c_attn"}
+
+
+@pytest.mark.parametrize(("stack", "overlap", "waits"), [
+    ("megatron-2021", "", True), ("megatron-2021", "none", True), ("megatron-2021", "bulk", False),
+    ("megatron-core", "none", False), ("", "", False),
+])  # fmt: skip
+def test_a_plan_waits_as_its_stack_does(stack: str, overlap: str, waits: bool) -> None:
+    plan = Plan(gpus=4, tp=4, stack=stack, tp_comm_overlap=overlap)
+    found = [one.name for one in passes(plan, ranks("gpt2", sequence=False).workload, load_cluster("dgx-a100"))]
+    assert ("tp_comm_waits" in found) == waits
+
+
 @NAMES
 def test_bulk_only_changes_the_order(name: str) -> None:
     graph = ranks(name)
@@ -102,8 +141,9 @@ def test_bulk_only_changes_the_order(name: str) -> None:
     )
 
 
-def backward(graph: StepGraph) -> list[t.Op]:
-    return [op for op in graph.ops if op.phase == t.Phase.BACKWARD and ".{}" in op.module and not is_view(op)]
+def backward(graph: StepGraph, *, views: bool = False) -> list[t.Op]:
+    ops = (op for op in graph.ops if op.phase == t.Phase.BACKWARD and ".{}" in op.module)
+    return [op for op in ops if views or not is_view(op)]
 
 
 def is_view(op: t.Op) -> bool:

@@ -123,6 +123,7 @@ class _Flow:
             self.call_of[row] = self.call_of[row - 1] + (row in cuts)
         of_layers = {row for layer in find_layers(graph) for row in layer.rows}
         self.of_layers = [row in of_layers or self._forward(row) in of_layers for row in range(len(self.ops))]
+        self.modules = {self.ops[row].module for row in of_layers}
 
     def _readers(self) -> dict[int, list[int]]:
         """The operations that read each tensor, in order; not the views that nothing reads."""
@@ -359,11 +360,20 @@ class _Chunks(StepWriter):
                 self.cuts[row] = _Cut(rows=(*before, rows), arriving=gather.inputs[0])
         if products:
             self.beside.add(gather.id)
-        held = {gather.outputs[0]}
-        for row in range(gather.id + 1, products[-1] if products else 0):
-            if self.graph.ops.is_view[row] and held.intersection(self.flow.ops[row].inputs):
-                held |= {*self.flow.ops[row].outputs}
-                self.views[row] = products[-1]
+        self._hold_views(gather, products[-1] if products else 0)
+
+    def _hold_views(self, gather: t.Collective, last: int) -> None:
+        """Views of what is gathered wait until they are read, or until the last product that is cut for it."""
+        flow, held, views = self.flow, {gather.outputs[0]}, list[int]()
+        for row in range(gather.id + 1, len(flow.ops)):
+            if flow.call_of[row] != flow.call_of[gather.id]:
+                break
+            if held.intersection(flow.ops[row].inputs) and self.graph.ops.is_view[row]:
+                held |= {*flow.ops[row].outputs}
+                views.append(row)
+            elif held.intersection(flow.ops[row].inputs) and not self.symmetric:
+                last = max(last, row)
+        self.views |= {row: last for row in views if row < last}
 
     def _beside_scatter(self, scatter: t.Collective) -> None:
         """Scattering begins after the first part of the product that makes what is scattered."""
@@ -436,7 +446,7 @@ class _Chunks(StepWriter):
         cast = maker != NONE and self.flow.names[maker].startswith("fp8.cast")
         there = cast and self.graph.ops.phase[maker] == t.Phase.BACKWARD
         gathers = self.flow.communication(op.id, t.CollectiveKind.ALL_GATHER) is not None
-        return gathers and op.phase == t.Phase.BACKWARD and self.flow.of_layers[op.id] and not there
+        return gathers and op.phase == t.Phase.BACKWARD and op.module in self.flow.modules and not there
 
     def _in_parts(self, op: t.Compute, cut: _Cut) -> None:
         output = self.graph.tensors[op.outputs[0]]
@@ -500,7 +510,7 @@ class _Chunks(StepWriter):
     def _moved(self, op: t.Collective, name: str, source: int, read: int, written: int) -> int:
         """A kernel that reads as many bytes as one tensor has and writes another, which it makes anew."""
         whole, part = self.graph.tensors[read], self.graph.tensors[written]
-        made = self.builder.tensor(part.name, part.shape, part.dtype, part.role)
+        made = self.builder.tensor(part.name, part.shape, part.dtype, t.TensorRole.ACTIVATION)
         self.builder.compute(
             name, phase=op.phase, module=op.module, inputs=(source,), outputs=(made,),
             bytes_read=whole.nbytes, bytes_written=part.nbytes,
