@@ -37,6 +37,7 @@ class Stack:
         loss_in_tensor_parallel: the same where ranks share the vocabulary; "": eager.
         grad_dtype: type in which gradients add up.
         grad_dtype_in_pipelines: the same in a pipeline, where it differs.
+        zero_all_reduces: whether ZeRO-1 and 2 reduce whole gradients on every rank, of which each takes its part.
         zero3_apart: whether ZeRO-3 gathers and reduces each parameter by a collective of its own, and the host
             waits before each layer until the device is idle.
         main_gradients: whether products add to buffers of gradients in any type (gradient accumulation fusion); to
@@ -80,6 +81,7 @@ class Stack:
     loss_in_tensor_parallel: Literal["", "eager", "fused"] = ""
     grad_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     grad_dtype_in_pipelines: Literal["", "bf16", "fp16", "fp32"] = ""
+    zero_all_reduces: bool = False
     zero3_apart: bool = False
     main_gradients: bool = False
     fused_accumulation: bool = True

@@ -37,7 +37,9 @@ does, Megatron-LM's `main_grad`. The product that makes a weight's gradient adds
 accumulation fusion, on by default there); any other 16-bit gradient is added to it by a kernel of its own. The
 optimizer reads the buffers, which are set to zero after it. Data-parallel passes reduce them in their type, and
 see that nothing has to be added up over micro-batches: no operation makes such a gradient's memory
-(`model.adds_up`).
+(`model.adds_up`). Where products do not add to the buffers, as with DeepSpeed's BF16_Optimizer, the 16-bit gradients
+of a micro-batch are cast and added together once it is over, and stay until the next one's backward begins
+(v0.6.4, runtime/bf16_optimizer.py, clear_lp_grads): they take memory of their own, here through the whole step.
 
 The gradient of a parameter that is used twice (a tied embedding) is a sum, which a pipeline takes apart. Its
 terms are made in fp32, and added up over micro-batches as they would be in 16 bit.
@@ -535,11 +537,13 @@ class _MainGradients(StepWriter):
         for tensor, row in zip(graph.ops.inputs.values.tolist(), graph.ops.inputs.rows.tolist(), strict=True):
             self.readers[tensor].append(row)
         # The gradient that a product adds to its buffer, by the product's row; those that are added after a row;
-        # tensors whose type changes; tensors that are no gradients any more, as they die when they are added.
+        # tensors whose type changes; tensors that are no gradients any more, as they die when they are added, and
+        # those of them whose memory stays.
         self.fused: dict[int, int] = {}
         self.added: dict[int, list[int]] = defaultdict(list)
         self.wide: set[int] = set()
         self.dying: set[int] = set()
+        self.kept: set[int] = set()
         self.narrow: dict[int, int] = {}
         for gradient in gradients:
             self._sort(gradient)
@@ -569,6 +573,7 @@ class _MainGradients(StepWriter):
         else:
             self.added[int(graph.maker[gradient])].append(gradient)
             self.dying |= set(chain)
+            self.kept |= set() if self.fuses else {base}
 
     def _chain(self, gradient: int) -> list[int]:
         """A gradient, what it is a view of, and so on up to what a kernel made."""
@@ -660,6 +665,10 @@ class _MainGradients(StepWriter):
             changes["dtype"] = self.dtype
         if index in self.dying:
             changes["role"] = t.TensorRole.ACTIVATION
+        if index in self.kept and index not in self.part.tensors:
+            made = replace(self.graph.tensors[index], role=t.TensorRole.ACTIVATION)
+            memory = self.add_tensor(replace(made, name=f"{made.name}.16bit", role=t.TensorRole.BUFFER), None)
+            self.part.tensors[index] = self.add_tensor(made, memory)
         return super().tensor(index, **changes)
 
     def _rewrite(self, op: t.Op) -> None:

@@ -458,7 +458,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         (plan.tp > 1 and stack.tp_dtensor, "tp_first_dim", {}),
         # The job of all ranks.
         (plan.pp > 1, "pipeline", _pipeline(plan, count, stack)),
-        (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
+        (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count, stack)),
         (plan.zero == 3, "fully_shard", _fully_shard(plan, replicas, count, stack)),
         (plan.mesh_order != Plan().mesh_order, "mesh_order", {"order": tuple(plan.mesh_order.split("-"))}),
     )
@@ -617,13 +617,14 @@ def schedule_of(plan: Plan) -> str:
     return plan.schedule or (("interleaved" if plan.vpp > 1 else "1f1b") if plan.pp > 1 else "")
 
 
-def _data_parallel(plan: Plan, replicas: int, count: int) -> dict[str, Any]:
+def _data_parallel(plan: Plan, replicas: int, count: int, stack: Stack) -> dict[str, Any]:
     # Micro-batches of a pipeline are in its schedule already.
     options = {"replicas": replicas, "micro_batches": 1 if plan.pp > 1 else count}
     names = ("zero", "overlap_grad_reduce", "overlap_param_gather")
     options |= {name: plan.given[name] for name in names if name in plan.given}
     instances = plan.distributed_optimizer_instances
-    return options | ({"instances": instances} if instances > 1 else {})
+    whole = {"reduce_scatter": False} if plan.zero and stack.zero_all_reduces else {}
+    return options | whole | ({"instances": instances} if instances > 1 else {})
 
 
 def _fully_shard(plan: Plan, replicas: int, count: int, stack: Stack) -> dict[str, Any]:
