@@ -244,8 +244,8 @@ class Ring:
                 buffer = self._exchange(op, buffer, _KEYS, towards=1)
             made = [writer.new(part_of(like, step.queries)) for like in (result, sums)]
             rest = () if number else [writer.operand(i) for i in op.outputs[2:]]
-            (read,), pair = self._chunk(op, step.queries, query), self._chunk(op, step.keys, *pair)
-            self._attention(op, step, [read, *pair], [*made, *rest], first=not number)
+            read = [*self._chunk(op, step.queries, query), *self._chunk(op, step.keys, *pair)]
+            self._attention(op, step, read, [*made, *rest], first=not number)
             partial.append((made[0], made[1]))
             total = made[1] if total is None else self._add_logarithms(op, total, made[1], fresh=number == 1)
         assert total is not None
@@ -270,12 +270,12 @@ class Ring:
             if key_total is not None:
                 key_total = self._exchange(op, key_total, _GRADIENTS, towards=-1)
             first, second, third = self._chunk(op, step.queries, gradient, query, result)
-            (fourth,), pair = self._chunk(op, step.queries, sums), self._chunk(op, step.keys, *pair)
+            (fourth,), read = self._chunk(op, step.queries, sums), self._chunk(op, step.keys, *pair)
             made = [
                 writer.new(part_of(writer.local(op.outputs[0]), step.queries)),
                 *(writer.new(part_of(writer.local(i), step.keys)) for i in op.outputs[1:3]),
             ]
-            self._attention(op, step, [first, second, *pair, third, fourth, *rest], made, first=not number)
+            self._attention(op, step, [first, second, *read, third, fourth, *rest], made, first=not number)
             query_total = self._add(op, query[1], query_total, made[0])
             beside = self._pack(op, made[1:])
             key_total = self._add(op, buffer[1], key_total, beside)
@@ -315,7 +315,9 @@ class Ring:
         """A copy of a tensor."""
         like = operand[1]
         made = self.writer.new(like)
-        self._maker[made[0]] = self.writer.kernel(op, "aten.clone", (operand,), (made,), (like.nbytes, like.nbytes))
+        self._maker[made[0]] = self.writer.kernel(
+            op, "aten.clone", (operand,), (made,), (like.nbytes, like.nbytes)
+        )
         return made
 
     # -- what goes round -------------------------------------------------------------------------------------

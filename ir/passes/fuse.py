@@ -104,8 +104,8 @@ class Fuse:
             feed-forward network), as a library of fused kernels has them. What stands between parts, as the
             addition of a residual, is then a kernel of its own, and the loss is fused function by function, as
             Megatron's is: what one of them makes goes through memory to the next.
-        unfused: operators of which the library has no kernel, within "modules": nothing fuses in the part of a layer
-            that one of them stands in (an activation that is written in Python alone).
+        unfused: operators of which the library has no kernel, within "modules": nothing fuses in the part of a
+            layer that one of them stands in (an activation that is written in Python alone).
     """
 
     name: ClassVar[str] = "fuse"
@@ -139,7 +139,12 @@ class _Finder:
     """Goes through the operations in order, with the kernels that may still grow."""
 
     def __init__(
-        self, graph: Graph, within: str, regions: Sequence[KernelRegion | None] = (), *, unfused: Sequence[str] = ()
+        self,
+        graph: Graph,
+        within: str,
+        regions: Sequence[KernelRegion | None] = (),
+        *,
+        unfused: Sequence[str] = (),
     ) -> None:
         self.graph, self.within_modules, self.within_layers = graph, within == "modules", within == "layers"
         self.regions = regions

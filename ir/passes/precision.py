@@ -37,9 +37,10 @@ does, Megatron-LM's `main_grad`. The product that makes a weight's gradient adds
 accumulation fusion, on by default there); any other 16-bit gradient is added to it by a kernel of its own. The
 optimizer reads the buffers, which are set to zero after it. Data-parallel passes reduce them in their type, and
 see that nothing has to be added up over micro-batches: no operation makes such a gradient's memory
-(`model.adds_up`). Where products do not add to the buffers, as with DeepSpeed's BF16_Optimizer, the 16-bit gradients
-of a micro-batch are cast and added together once it is over, and stay until the next one's backward begins
-(v0.6.4, runtime/bf16_optimizer.py, clear_lp_grads): they take memory of their own, here through the whole step.
+(`model.adds_up`). Where products do not add to the buffers, as with DeepSpeed's BF16_Optimizer, the 16-bit
+gradients of a micro-batch are cast and added together once it is over, and stay until the next one's backward
+begins (v0.6.4, runtime/bf16_optimizer.py, clear_lp_grads): they take memory of their own, here through the whole
+step.
 
 The gradient of a parameter that is used twice (a tied embedding) is a sum, which a pipeline takes apart. Its
 terms are made in fp32, and added up over micro-batches as they would be in 16 bit.

@@ -118,8 +118,8 @@ def made(**change: object) -> Setup:
 @pytest.mark.parametrize(
     ("trainer", "stack"),
     [
-        ("megatron-lm 2022", "megatron-2021"), ("megatron-lm 2024", "megatron-core"), ("nemo 25.02", "nemo"),
-        ("torchtitan", "torchtitan"),
+        ("megatron-lm 2022", "megatron-2021"), ("megatron-lm 2024", "megatron-core"), ("nemo 25.02", "nemo-2"),
+        ("nemo 24.12", "nemo"), ("torchtitan", "torchtitan"),
     ],
 )  # fmt: skip
 def test_the_trainer_names_the_stack(trainer: str, stack: str) -> None:

@@ -28,8 +28,8 @@ NAMES = ("llama-3.2-1b", "gpt2", "bert-base-uncased")
 Step = Callable[..., StepGraph]
 Method = Literal["ring", "all_to_all"]
 BESIDE_RING = {
-    "aten.cat", "aten.clone", "aten.copy_", "aten.split_with_sizes", "aten.zeros_like", "aten.logaddexp", "cp.merge",
-    "aten.add_",
+    "aten.cat", "aten.clone", "aten.copy_", "aten.split_with_sizes", "aten.zeros_like", "aten.logaddexp",
+    "cp.merge", "aten.add_",
 }  # fmt: skip
 BESIDE_HEADS = {"aten.clone", "aten.repeat_interleave", "aten.sum"}
 """What the methods add beside attention and communications."""

@@ -19,8 +19,8 @@ product is made first, scattering begins after it, and the last n-th of the byte
 s/n, g/n + s). Several products of what was gathered (queries, keys and values) are one.
 
 What Transformer Engine gathers in backward it first copies to the buffer that the other ranks read (`tp.share`;
-v1.11, pytorch/module/base.py and layernorm_linear.py, copy_input_to_ubuf), but where a cast to 8 bit writes it there;
-forward a norm does.
+v1.11, pytorch/module/base.py and layernorm_linear.py, copy_input_to_ubuf), but where a cast to 8 bit writes it
+there; forward a norm does.
 
 PyTorch's asynchronous tensor parallelism (`dtensor`) finds patterns in a compiled layer: a gather and the products
 of what it gathers, and a product whose result is scattered. A sum of several products, as the gradient of what
