@@ -117,31 +117,14 @@ def percent(value: float, form: str = ".1f") -> str:
 def families_table(
     families: dict[str, list[Row]], titles: dict[str, str], peers: dict[str, dict[str, float]]
 ) -> str:
-    """Errors by family, and the mean over families."""
+    """Errors by family, of its dense models and those with experts apart, and the mean over families."""
     lines, means = [], []
     for name, all_rows in families.items():
+        lines.append(family_line(f"{name}: {titles.get(name, '')}", all_rows, peers.get(name, {})))
         rows = answered(all_rows)
-        if not rows:
-            lines.append((f"{name}: {titles.get(name, '')}", 0, f"{len(all_rows):,}", *[""] * 7))
-            continue
-        means.append(mean_error(rows))
-        worst = sorted(rows, key=lambda row: -abs(row["error"]))[:3]
-        lines.append(
-            (
-                f"{name}: {titles.get(name, '')}",
-                f"{len(rows):,}",
-                f"{len(all_rows):,}",
-                percent(means[-1]),
-                percent(statistics.median(abs(row["error"]) for row in rows)),
-                percent(statistics.mean(row["error"] for row in rows), "+.1f"),
-                percent(statistics.mean(bool(row["in_interval"]) for row in rows), ".0f"),
-                ", ".join(f"{row['id'].rsplit('-', 1)[1]} {percent(row['error'], '+.0f')}" for row in worst),
-                *(
-                    percent(found) if (found := peers.get(name, {}).get(tool)) is not None else ""
-                    for tool in TOOLS
-                ),
-            )
-        )
+        means += [mean_error(rows)] if rows else []
+        kinds = grouped(rows, lambda row: "with experts" if row.get("experts") else "dense")
+        lines += [family_line(f"{name}, {kind}", kinds[kind], {}) for kind in sorted(kinds) if len(kinds) > 1]
     head = ("family", "rows", "of", "mean", "median", "bias", "in interval", "worst", *TOOL_TITLES)
     every = [row for rows in families.values() for row in rows]
     done = answered(every)
@@ -152,6 +135,25 @@ def families_table(
         f"{len(every):,} rows are answered. Worst rows by number.\n"
     )
     return table(head, lines) + told
+
+
+def family_line(title: str, all_rows: Sequence[Row], peers: dict[str, float]) -> tuple[str, ...]:
+    """A line of the table of families."""
+    rows = answered(all_rows)
+    if not rows:
+        return (title, "0", f"{len(all_rows):,}", *[""] * 7)
+    worst = sorted(rows, key=lambda row: -abs(row["error"]))[:3]
+    return (
+        title,
+        f"{len(rows):,}",
+        f"{len(all_rows):,}",
+        percent(mean_error(rows)),
+        percent(statistics.median(abs(row["error"]) for row in rows)),
+        percent(statistics.mean(row["error"] for row in rows), "+.1f"),
+        percent(statistics.mean(bool(row["in_interval"]) for row in rows), ".0f"),
+        ", ".join(f"{row['id'].rsplit('-', 1)[1]} {percent(row['error'], '+.0f')}" for row in worst),
+        *(percent(found) if (found := peers.get(tool)) is not None else "" for tool in TOOLS),
+    )
 
 
 TOOLS = ("calculon", "simumax")

@@ -34,7 +34,8 @@ def row(name: str, measured: float, **other: Any) -> dict[str, Any]:
 
 
 def test_the_page_is_made_from_results(accuracy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [row(f"one-{n}", 1.0 + n / 50) for n in range(5)] + [row(f"two-{n}", 1.25, gpus=128) for n in range(4)]
+    rows = [row(f"one-{n}", 1.0 + n / 50) for n in range(5)]
+    rows += [row(f"two-{n}", 1.25, gpus=128, experts=n == 3) for n in range(4)]
     skipped = {"id": "two-9", "family": "two", "error": None, "work": {}}
     families = {"one": {"peers": {"calculon": {"mean_abs_error": 0.125}}}, "two": {"peers": {}}}
     result, again = tmp_path / "result.json", tmp_path / "again.json"
@@ -49,6 +50,8 @@ def test_the_page_is_made_from_results(accuracy: Any, tmp_path: Path, monkeypatc
     mean = (0 + 1 / 51 + 1 / 26 + 3 / 53 + 0.5) / 5
     assert f"| one:  | 5 | 5 | {100 * mean:.1f} % |" in text and "12.5 %" in text
     assert "| two:  | 4 | 5 | 20.0 % | 20.0 % | -20.0 % |" in text
+    assert "| two, dense | 3 | 3 | 20.0 % |" in text and "| two, with experts | 1 | 1 |" in text
+    assert "| one, dense |" not in text
     assert "| stack: nemo | 9 | 2 |" in text and "| GPUs: 65 to 512 | 4 | 1 | 20.0 % |" in text
     assert "| all families | 9 |" in text
     assert "(page/one.png)" in text

@@ -208,6 +208,7 @@ def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
         device=system.cluster.device,
         gpus=result.gpus,
         stack=made.plan.stack,
+        experts=any("grouped_mm" in text for text in job.strings),
         predicted_s=step_s,
         interval_s=load_form().interval(step_s, durations_s, work, unsaid),
         durations_interval_s=durations_s,

@@ -24,6 +24,7 @@ class Outcome:
         device: on which GPUs.
         gpus: how many.
         stack: the software that the step is simulated with; "" for kernels as PyTorch has them.
+        experts: whether the model has experts, whose products are grouped.
         predicted_s: predicted step time; None where the row was skipped.
         interval_s: 90 % interval of the prediction, seconds.
         durations_interval_s: the same, from the errors of durations alone.
@@ -42,6 +43,7 @@ class Outcome:
     device: str = ""
     gpus: int = 0
     stack: str = ""
+    experts: bool = False
     predicted_s: float | None = None
     interval_s: tuple[float, float] | None = None
     durations_interval_s: tuple[float, float] | None = None
