@@ -419,6 +419,18 @@ def test_gradients_that_products_do_not_add_are_cast_and_added() -> None:
     assert all(adds_up(ours, row) for row in final_gradients(ours))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_that_are_cast_stay_in_16_bit_beside_their_sums(fused: bool) -> None:
+    ours = Precision(grad_dtype="fp32", fused_accumulation=fused)(captured("llama-3-8b", 2))
+    kept = sum(
+        len(block.instances) * ours.tensors[row].nbytes
+        for block in ours.blocks
+        for row in block.tensors
+        if ours.tensors.role[row] == TensorRole.BUFFER and ours.tensors[row].name.endswith(".16bit")
+    )
+    assert kept == (0 if fused else 2 * ours.workload.parameters)
+
+
 @pytest.mark.parametrize("options", [{"grad_dtype": "fp32"}, {"main_gradients": True}])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_micro_batches_add_up_by_themselves(micro_batches: int, options: dict[str, Any]) -> None:

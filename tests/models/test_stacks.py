@@ -70,6 +70,19 @@ def test_what_a_plan_says_counts_more_than_its_stack() -> None:
     assert with_stack(Plan(loss="eager"), torchtitan).loss == "eager"
 
 
+@pytest.mark.parametrize(("stack", "zero", "whole"), [
+    ("megatron-2021", 1, True), ("megatron-deepspeed", 1, True), ("deepspeed", 2, True), ("megatron-2021", 0, False),
+    ("megatron-core", 1, False), ("nemo", 1, False),
+])  # fmt: skip
+def test_deepspeed_reduces_whole_gradients(stack: str, zero: int, whole: bool) -> None:
+    assert ("reduce_scatter=false" in said(Plan(gpus=8, stack=stack, zero=zero))) == whole
+
+
+def test_an_activation_stays_unfused_where_its_library_has_no_kernel() -> None:
+    assert "unfused=(aten.relu)" in said(Plan(gpus=8, stack="nemo-2")).replace("[", "(").replace("]", ")")
+    assert "unfused" not in said(Plan(gpus=8, stack="nemo"))
+
+
 def test_attention_is_of_the_first_kernel_that_the_device_has() -> None:
     workload = Workload(dtype=DType.BF16)
     plan = Plan(gpus=8, stack="nemo")
