@@ -186,6 +186,8 @@ def _plan(row: Row) -> Plan:
         recompute={"full": "full", "selective(op)": "selective-op"}.get(row["recompute"], "none"),
         loss="fused" if _compiles_loss(row) else "eager",
         precision="fp8" if row["precision"] == "fp8" else "",
+        # Whose optimizer keeps 16-bit gradients beside their sums.
+        stack="megatron-deepspeed" if bloom and in_fp32 else "",
         # FSDP2 adds whole gradients up in the type that it reduces them in: fp32, torchtitan's default.
         grad_dtype="fp32" if in_fp32 else "",
     )
