@@ -71,8 +71,8 @@ def test_what_a_plan_says_counts_more_than_its_stack() -> None:
 
 
 @pytest.mark.parametrize(("stack", "zero", "whole"), [
-    ("megatron-2021", 1, True), ("megatron-deepspeed", 1, True), ("deepspeed", 2, True), ("megatron-2021", 0, False),
-    ("megatron-core", 1, False), ("nemo", 1, False),
+    ("megatron-2021", 1, True), ("megatron-deepspeed", 1, True), ("deepspeed", 2, True),
+    ("megatron-2021", 0, False), ("megatron-core", 1, False), ("nemo", 1, False),
 ])  # fmt: skip
 def test_deepspeed_reduces_whole_gradients(stack: str, zero: int, whole: bool) -> None:
     assert ("reduce_scatter=false" in said(Plan(gpus=8, stack=stack, zero=zero))) == whole
