@@ -58,7 +58,7 @@ from echograph.errors import PlanError
 from echograph.ir import graph as g
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
-from echograph.ir.columns import NONE, distinct
+from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph, kept
 from echograph.ir.passes.model import (
     DATA,
@@ -320,12 +320,23 @@ class ShardedBlock:
 
     def _copy_ops(self, rows: range) -> None:
         """Writes operations that stay as they are, on whole tensors."""
+        self._copy_onto(rows, self._new_rows())
+
+    def _copy_onto(self, rows: range, tensors: Int64) -> None:
+        """Writes operations that stay as they are, on new rows of the tensors that they touch."""
         first, ops = self.builder.op_count(), np.full(len(self.graph.ops), NONE)
         for row in range(self.block.ops.start, rows.start):
             ops[row] = self.ops[row].start
         ops[rows.start : rows.stop] = first + np.arange(len(rows))
-        copy_ops(self.builder, self.graph, rows, self._new_rows(), ops)
+        copy_ops(self.builder, self.graph, rows, tensors, ops)
         self.ops |= {row: range(made, made + 1) for made, row in enumerate(rows, first)}
+
+    def copy_in_phase(self, rows: range, phase: t.Phase) -> None:
+        """Writes operations that stay as they are, on the tensors that a phase uses, made as they are used."""
+        tensors = np.full(len(self.graph.tensors), NONE)
+        for index in self.graph.ops.touched(rows):
+            tensors[index] = self.use(index, phase)
+        self._copy_onto(rows, tensors)
 
     def finish(self, first_tensor: int, first_op: int) -> Written:
         """The block, once all its rows are written."""
