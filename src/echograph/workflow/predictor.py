@@ -8,7 +8,7 @@ size and placement are timed once for all plans. What of a job cannot be put tog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from math import prod
@@ -24,6 +24,7 @@ from echograph.ir.passes.model import MICRO_BATCH_AXES
 from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, StagesAlike
 from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.passes.rewrite import UPDATE
+from echograph.ir.structure import structure
 from echograph.profiler.costs.estimate import Known
 from echograph.simulator.durations import NetworkModel, message_ps
 from echograph.simulator.engine import composed
@@ -77,6 +78,7 @@ class Predictor:
         self.scenario = scenario or Scenario()
         self._steps: dict[tuple[str, ...], StepGraph] = {}
         self._stages: dict[tuple[str, ...], StagesAlike] = {}
+        self._structures: dict[Hashable, StagesAlike] = {}
         self._network = NetworkModel(system.cluster)
         self._costs: Known = {}
 
@@ -200,8 +202,16 @@ class Predictor:
         pipeline.check(step)
         count = min(pipeline.micro_batches, DISTINCT_MICRO_BATCHES)
         key = (*step.passes, pass_text(replace(pipeline, micro_batches=count)))
-        found = self._stages.get(key)
-        return _keep(self._stages, key, pipeline.alike(step)) if found is None else found
+        if (known := self._stages.get(key)) is not None:
+            return known
+        like = structure(step), key[-1]
+        before = self._structures.get(like)
+        if before is not None:
+            return _keep(self._stages, key, before.of_step(step))
+        found = pipeline.alike(step)
+        if found.sized is not None:
+            _keep(self._structures, like, found)
+        return _keep(self._stages, key, found)
 
     def _result(self, plan: Plan, job: JobGraph, stack: str, step_ps: int, micro_batches: int) -> Result:
         replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
@@ -224,10 +234,10 @@ class Predictor:
 
 MOST_KEPT = 128
 """Graphs of one kind that a predictor keeps: some hundred kilobytes each."""
-Kept = TypeVar("Kept")
+Key, Kept = TypeVar("Key"), TypeVar("Kept")
 
 
-def _keep(known: dict[tuple[str, ...], Kept], key: tuple[str, ...], value: Kept) -> Kept:
+def _keep(known: dict[Key, Kept], key: Key, value: Kept) -> Kept:
     """Keeps a graph, in place of the one that was kept first where there are many."""
     if len(known) >= MOST_KEPT:
         del known[next(iter(known))]
