@@ -892,7 +892,7 @@ class StagesAlike:
     def of_step(self, step: StepGraph) -> StagesAlike:
         """The same of another step of the structure of the one that it was made of (`ir.structure`)."""
         assert self.sized is not None
-        return replace(self, job=self.sized.of_step(step))
+        return replace(self, job=self.sized.of_graph(step))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 from echograph.errors import EchoError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.base import Pass, pass_text, run, split_at_job
-from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.data_parallel import DataParallel, ReplicasAlike
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.mesh import MeshOrder
 from echograph.ir.passes.model import MICRO_BATCH_AXES
 from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, StagesAlike
 from echograph.ir.passes.pipeline.schedules import order
-from echograph.ir.passes.rewrite import UPDATE
+from echograph.ir.passes.rewrite import UPDATE, PassLabel
 from echograph.ir.structure import structure
 from echograph.profiler.costs.estimate import Known
 from echograph.simulator.durations import NetworkModel, message_ps
@@ -79,6 +79,7 @@ class Predictor:
         self._steps: dict[tuple[str, ...], StepGraph] = {}
         self._stages: dict[tuple[str, ...], StagesAlike] = {}
         self._structures: dict[Hashable, StagesAlike] = {}
+        self._replicas: dict[Hashable, list[ReplicasAlike]] = {}
         self._network = NetworkModel(system.cluster)
         self._costs: Known = {}
 
@@ -163,7 +164,7 @@ class Predictor:
         first, *others = rest
         if isinstance(first, Pipeline) and others and isinstance(data := others.pop(0), DataParallel | FullyShard):
             alike = self._alike(step, first)
-            job, labels = data.labelled(alike.job, alike.labels)
+            job, labels = self._replicated(alike, _like(step, first), data)
             places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
             count, chunks = first.micro_batches, first.chunks
             orders = [_order(first.schedule, stage, first.stages, count, chunks) for stage in range(first.stages)]
@@ -200,11 +201,10 @@ class Predictor:
         if pipeline.where.turns:
             raise composed.NotAlike("chunks turn back at the last stage")
         pipeline.check(step)
-        count = min(pipeline.micro_batches, DISTINCT_MICRO_BATCHES)
-        key = (*step.passes, pass_text(replace(pipeline, micro_batches=count)))
+        like = _like(step, pipeline)
+        key = (*step.passes, like[1])
         if (known := self._stages.get(key)) is not None:
             return known
-        like = structure(step), key[-1]
         before = self._structures.get(like)
         if before is not None:
             return _keep(self._stages, key, before.of_step(step))
@@ -212,6 +212,23 @@ class Predictor:
         if found.sized is not None:
             _keep(self._structures, like, found)
         return _keep(self._stages, key, found)
+
+    def _replicated(
+        self, alike: StagesAlike, like: tuple[Hashable, str], data: DataParallel | FullyShard
+    ) -> tuple[JobGraph, list[list[PassLabel]]]:
+        """The stages of a pipeline over data-parallel ranks, with what their calls are of."""
+        if alike.sized is None or isinstance(data, FullyShard) or data.instances > 1:
+            return data.labelled(alike.job, alike.labels)
+        # Another number of ranks changes sizes alone, but one, which has nothing to share.
+        options = pass_text(replace(data, replicas=min(data.replicas, 2)))
+        before = self._replicas.setdefault((*like, options), [])
+        for known in before:
+            if (job := known.of_graph(alike.job, data)) is not None:
+                return job, known.labels
+        found = data.alike(alike.job, alike.labels)
+        if found.sized is not None:
+            before.append(found)
+        return found.job, found.labels
 
     def _result(self, plan: Plan, job: JobGraph, stack: str, step_ps: int, micro_batches: int) -> Result:
         replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
@@ -230,6 +247,12 @@ class Predictor:
             memory=None,
             job=None,
         )
+
+
+def _like(step: StepGraph, pipeline: Pipeline) -> tuple[Hashable, str]:
+    """What the stages of a pipeline depend on but for their sizes."""
+    count = min(pipeline.micro_batches, DISTINCT_MICRO_BATCHES)
+    return structure(step), pass_text(replace(pipeline, micro_batches=count))
 
 
 MOST_KEPT = 128
