@@ -12,7 +12,7 @@ then the whole job has to be simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 from echograph.ir.columns import NONE, Bools, Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.rewrite import PassLabel
+from echograph.ir.structure import structure
 from echograph.ir.types import OpKind
 from echograph.simulator.engine.machine_code import compiled
 from echograph.simulator.engine.segments import (
@@ -96,7 +97,13 @@ MessageTime = Callable[[int, int], int]
 """Picoseconds of a message, by its row of the operation table and its stage."""
 
 
-def step_ps(sample: Sample, device: Int64, host: Int64, message_ps: MessageTime) -> int:
+MOST_CUTS = 256
+"""What so many jobs are cut into is kept, some hundred kilobytes each."""
+KnownCuts = dict[Hashable, SegmentedJob | None]
+"""What jobs are cut into, by what that depends on."""
+
+
+def step_ps(sample: Sample, device: Int64, host: Int64, message_ps: MessageTime, known: KnownCuts) -> int:
     """When the step ends, picoseconds.
 
     Args:
@@ -104,16 +111,29 @@ def step_ps(sample: Sample, device: Int64, host: Int64, message_ps: MessageTime)
         device: int64 [rows], picoseconds on the device.
         host: int64 [rows], picoseconds that the host takes.
         message_ps: what a message takes.
+        known: what samples before were cut into; gets this one's.
 
     Raises:
         NotAlike: the step cannot be put together from the sample.
     """
-    segments = cut(sample.job)
+    like = _like(sample.job)
+    if like not in known:
+        if len(known) >= MOST_CUTS:
+            del known[next(iter(known))]
+        known[like] = cut(sample.job)
+    segments = known[like]
     if segments is None:
         raise NotAlike("runs of the same operations do not wait alike")
     _check_length(sample, device, host)
     work = work_of(sample.job, device[:, None], host[:, None])
     return _Step(sample, segments, work, message_ps).run()
+
+
+def _like(job: JobGraph) -> Hashable:
+    """What a job is cut by: its structure, and how far messages go around in their groups."""
+    messages = np.isin(job.ops.kind, MESSAGES)
+    groups = np.unique(job.ops.group[messages]).tolist()
+    return structure(job), *(job.group_size(job.groups[number]) for number in groups)
 
 
 def _check_length(sample: Sample, device: Int64, host: Int64) -> None:

@@ -79,9 +79,10 @@ class Predictor:
         self._steps: dict[tuple[str, ...], StepGraph] = {}
         self._stages: dict[tuple[str, ...], StagesAlike] = {}
         self._structures: dict[Hashable, StagesAlike] = {}
-        self._replicas: dict[Hashable, list[ReplicasAlike]] = {}
+        self._replicas: dict[Hashable, tuple[ReplicasAlike, ...]] = {}
         self._network = NetworkModel(system.cluster)
         self._costs: Known = {}
+        self._cuts: composed.KnownCuts = {}
 
     def predict(self, plan: Plan, *, memory: bool = True, interval: bool = True) -> Result:
         """Predicts one step under a plan.
@@ -151,7 +152,8 @@ class Predictor:
                 sent[key] = message_ps(job, self._network, row, program)
             return sent[key]
 
-        picoseconds = composed.step_ps(replace(sample, job=job), times.picoseconds, roles.issue, message)
+        whole = replace(sample, job=job)
+        picoseconds = composed.step_ps(whole, times.picoseconds, roles.issue, message, self._cuts)
         return self._result(plan, job, stack, picoseconds, sample.micro_batches)
 
     def _sample(self, step: StepGraph, rest: Sequence[Pass]) -> composed.Sample:
@@ -221,13 +223,14 @@ class Predictor:
             return data.labelled(alike.job, alike.labels)
         # Another number of ranks changes sizes alone, but one, which has nothing to share.
         options = pass_text(replace(data, replicas=min(data.replicas, 2)))
-        before = self._replicas.setdefault((*like, options), [])
+        key = (*like, options)
+        before = self._replicas.get(key, ())
         for known in before:
             if (job := known.of_graph(alike.job, data)) is not None:
                 return job, known.labels
         found = data.alike(alike.job, alike.labels)
         if found.sized is not None:
-            before.append(found)
+            _keep(self._replicas, key, (*before, found))
         return found.job, found.labels
 
     def _result(self, plan: Plan, job: JobGraph, stack: str, step_ps: int, micro_batches: int) -> Result:
