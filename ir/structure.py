@@ -14,7 +14,7 @@ import numpy as np
 
 from echograph.ir.columns import NONE, OP_COLUMNS, TENSOR_COLUMNS, Bools, Int64, OpTable, Ragged
 from echograph.ir.graph import Graph, JobGraph, kept
-from echograph.ir.types import DType
+from echograph.ir.types import DType, MultiTensor
 
 SIZES = ("flops", "bytes_read", "bytes_written", "nbytes")
 """Columns of operations that hold sizes; of tensors it is the extents of their shapes."""
@@ -25,7 +25,8 @@ _OF_NO_PASS = ("arguments", *SIZES)
 def structure(graph: Graph) -> Hashable:
     """All of a graph but its sizes; equal for two graphs that differ in nothing else.
 
-    Of attributes, which hold sizes, too, it has which operations share them.
+    Of attributes, which hold sizes, too, it has which operations share them; all of those that say what shares a
+    launch.
     """
     tables = ((graph.tensors, TENSOR_COLUMNS), (graph.ops, OP_COLUMNS))
     columns = [
@@ -34,10 +35,12 @@ def structure(graph: Graph) -> Hashable:
         for name, column in its.items()
         if name not in _OF_NO_PASS and column.of != "duration" and name != "duration"
     ]
+    values = graph.ops.attribute_values
+    launches = tuple(value if isinstance(value, MultiTensor) else type(value) for value in values)
     calls = [(program.calls.tobytes(), program.role, *program.coordinates.items()) for program in graph.programs]
     return (
         *columns, graph.ops.is_view.tobytes(), graph.strings, graph.streams, graph.groups, graph.blocks,
-        tuple(axis.name for axis in graph.mesh), tuple(map(type, graph.ops.attribute_values)), *calls,
+        tuple(axis.name for axis in graph.mesh), launches, *calls,
     )  # fmt: skip
 
 
@@ -54,6 +57,7 @@ class Sized:
     Attributes:
         job: the job.
         tensors: int64, for each of the job's tensors its one whose shape it has.
+        counted: bool, those whose shape says how many tensors there are, whatever their sizes.
         shards: bool, those that are a rank's part of its elements, in one dimension.
         ops: int64, for each of the job's operations its one whose sizes it has; -1 for what was added.
         shared: bool, those that do as much less as their tensors have fewer elements.
@@ -64,6 +68,7 @@ class Sized:
 
     job: JobGraph
     tensors: Int64
+    counted: Bools
     shards: Bools
     ops: Int64
     shared: Bools
@@ -73,8 +78,9 @@ class Sized:
 
     @classmethod
     def of(
-        cls, graph: Graph, job: JobGraph, tensors: Int64, ops: Int64, *, shards: Bools | None = None,
-        shared: Bools | None = None, buckets: Int64 | None = None, ranks: int = 1, filled: int = 1,
+        cls, graph: Graph, job: JobGraph, tensors: Int64, ops: Int64, *, counted: Bools | None = None,
+        shards: Bools | None = None, shared: Bools | None = None, buckets: Int64 | None = None, ranks: int = 1,
+        filled: int = 1,
     ) -> Sized | None:  # fmt: skip
         """What passes made of a graph; None where it is not known of every size where it comes from.
 
@@ -83,30 +89,33 @@ class Sized:
             job: what they made of it.
             tensors: as the attribute; -1 where it is not known. Of a port it need not be.
             ops: as the attribute; where sizes are others than the graph's, that is found.
-            shards: as the attribute; None: there are none.
+            counted: as the attribute; None: there are none.
+            shards: the same.
             shared: the same.
             buckets: the same.
             ranks: as of `of_graph`.
             filled: the same.
         """
-        tensors = _through_ports(job, tensors)
-        if (tensors == NONE).any():
+        counted = np.zeros(len(job.tensors), np.bool_) if counted is None else counted
+        tensors = np.where(counted, NONE, _through_ports(job, tensors))
+        if ((tensors == NONE) & ~counted).any():
             return None
         shared = np.zeros(len(job.ops), np.bool_) if shared is None else shared
-        same = ops != NONE
+        same = (ops != NONE) & ~_of_counted(job, counted)
         for name in SIZES:
             same &= shared | (getattr(job.ops, name) == getattr(graph.ops, name)[ops])
         ops, nbytes = np.where(same, ops, NONE), np.maximum(_first_bytes(job.ops, job.tensors.nbytes), 1)
-        attributes = _attributes_of(graph, job, ops)
+        attributes, still = _attributes_of(graph, job, ops), _of_counted(job, counted)
         if attributes is None:
             return None
         found = cls(
             job=job,
             tensors=tensors,
+            counted=counted,
             shards=np.zeros(len(job.tensors), np.bool_) if shards is None else shards,
             ops=ops,
             shared=shared & same,
-            times={name: np.where(same, 0, getattr(job.ops, name) // nbytes) for name in SIZES},
+            times={name: np.where(same | still, 0, getattr(job.ops, name) // nbytes) for name in SIZES},
             buckets=np.zeros(0, np.int64) if buckets is None else buckets,
             attributes=attributes,
         )
@@ -127,8 +136,8 @@ class Sized:
     def tensors_of(self, graph: Graph, ranks: int) -> Int64:
         """The extents of all tensors of the job."""
         shape, its = self.job.tensors.shape, graph.tensors.shape
-        values = np.zeros(len(shape.values), np.int64)
-        whole = np.flatnonzero(~self.shards)
+        values = np.array(shape.values, np.int64)
+        whole = np.flatnonzero(~(self.shards | self.counted))
         lengths, where = _extents(its, self.tensors[whole])
         if not np.array_equal(lengths, shape.lengths[whole]):
             return np.full(len(values), NONE)
@@ -159,6 +168,9 @@ class Sized:
             share = mine / np.maximum(its, 1)
             for column in sizes.values():
                 column[self.shared] = np.ceil(column[self.shared] * share).astype(np.int64)
+        still = _of_counted(job, self.counted)
+        for name, column in sizes.items():
+            column[still] = getattr(job.ops, name)[still]
         elements = -(-self.in_buckets(numel) // filled) * filled
         sizes["nbytes"][self.buckets] = elements * _BITS[job.ops.dtype[self.buckets]] // 8
         values = tuple(
@@ -181,6 +193,17 @@ MOST_TIMES = 2
 _BITS = np.zeros(256, np.int64)
 for _dtype in DType:
     _BITS[_dtype] = _dtype.bits
+
+
+def _of_counted(job: JobGraph, counted: Bools) -> Bools:
+    """Operations on tensors whose shapes say how many there are, and scalars, alone."""
+    scalar = counted | (job.tensors.shape.lengths == 0)
+    found = np.zeros(len(job.ops), np.bool_)
+    for side in (job.ops.inputs, job.ops.outputs):
+        found[side.rows[counted[side.values]]] = True
+    for side in (job.ops.inputs, job.ops.outputs):
+        found[side.rows[~scalar[side.values]]] = False
+    return found
 
 
 def _summed(side: Ragged, numel: Int64) -> Int64:

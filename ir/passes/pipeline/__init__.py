@@ -973,7 +973,9 @@ class Pipeline:
             self._program(builder, stage, [call for _, call in labelled])
             labels.append([label for label, _ in labelled])
         job = builder.build(JobGraph, whole=False)
-        sized = Sized.of(graph, job, *_origins(plan, job, chunks))
+        counted = np.zeros(len(job.tensors), np.bool_)
+        counted[[chunk.rows[tensor] for chunk in chunks for tensor in chunk.shapes]] = True
+        sized = Sized.of(graph, job, *_origins(plan, job, chunks), counted=counted)
         return StagesAlike(job=job, labels=labels, stand_for=tuple(chosen), sized=sized)
 
     @property
