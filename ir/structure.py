@@ -37,10 +37,13 @@ def structure(graph: Graph) -> Hashable:
     ]
     values = graph.ops.attribute_values
     launches = tuple(value if isinstance(value, MultiTensor) else type(value) for value in values)
-    calls = [(program.calls.tobytes(), program.role, *program.coordinates.items()) for program in graph.programs]
+    programs = [
+        (its.calls.tobytes(), its.role, its.ranks, *its.coordinates.items(), *its.held.items())
+        for its in graph.programs
+    ]
     return (
         *columns, graph.ops.is_view.tobytes(), graph.strings, graph.streams, graph.groups, graph.blocks,
-        tuple(axis.name for axis in graph.mesh), launches, *calls,
+        tuple(axis.name for axis in graph.mesh), launches, *programs,
     )  # fmt: skip
 
 
@@ -106,7 +109,7 @@ class Sized:
             same &= shared | (getattr(job.ops, name) == getattr(graph.ops, name)[ops])
         ops, nbytes = np.where(same, ops, NONE), np.maximum(_first_bytes(job.ops, job.tensors.nbytes), 1)
         attributes, still = _attributes_of(graph, job, ops), _of_counted(job, counted)
-        if attributes is None:
+        if attributes is None or len(job.ops.duration.values):  # which are of these sizes
             return None
         found = cls(
             job=job,

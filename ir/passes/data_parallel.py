@@ -1123,6 +1123,7 @@ class ReplicasAlike:
         labels: for each of its programs, what its calls are of.
         sized: the job for any pipeline's job of the same structure; None where that is not known.
         buckets: its buckets.
+        axes: along which their ranks lie.
     """
 
     options: DataParallel
@@ -1130,6 +1131,7 @@ class ReplicasAlike:
     labels: list[list[PassLabel]]
     sized: Sized | None
     buckets: tuple[FilledBucket, ...]
+    axes: tuple[str, ...]
 
     def of_graph(self, graph: JobGraph, options: DataParallel) -> JobGraph | None:
         """The job of another pipeline's job of the same structure; None where its buckets hold other tensors.
@@ -1141,8 +1143,9 @@ class ReplicasAlike:
         check_sizes(options.replicas, options.micro_batches, staged=True)
         if self.sized is None:
             return None
-        job = self.sized.of_graph(graph, ranks=options.group, filled=options.filled)
-        job = replace(job, mesh=data_mesh(graph.mesh, (Axis(name=DATA, size=options.group),)))
+        mesh = data_mesh(graph.mesh, (Axis(name=DATA, size=options.group),))
+        ranks = _ranks(mesh, self.axes)
+        job = replace(self.sized.of_graph(graph, ranks=ranks, filled=options.filled(ranks)), mesh=mesh)
         return job if self._fill_alike(job, options) else None
 
     def _fill_alike(self, job: JobGraph, options: DataParallel) -> bool:
@@ -1152,9 +1155,9 @@ class ReplicasAlike:
         sums = zip(self.sized.in_buckets(before).tolist(), self.sized.in_buckets(now).tolist(), strict=True)
         for bucket, (was, elements) in zip(self.buckets, sums, strict=True):
             dtype = t.DType(int(job.ops.dtype[bucket.row]))
-            like = Bucket(axes=(DATA,), dtype=dtype)
-            old = self.options.limits(bucket.stage).of(like, self.options.group, bucket.first)
-            full = options.limits(bucket.stage).of(like, options.group, bucket.first)
+            like = Bucket(axes=self.axes, dtype=dtype)
+            old = self.options.limits(bucket.stage).of(like, _ranks(self.job.mesh, self.axes), bucket.first)
+            full = options.limits(bucket.stage).of(like, _ranks(job.mesh, self.axes), bucket.first)
             if (dtype.nbytes(was) >= old) != (dtype.nbytes(elements) >= full):
                 return False
             if dtype.nbytes(elements - int(now[bucket.last])) >= full:
@@ -1249,15 +1252,15 @@ class DataParallel:
         written = [writer.written for writer in writers]
         sized = None
         kinds = {(int(job.ops.group[b.row]), int(job.ops.dtype[b.row])) for b in buckets}
-        # Buckets of several kinds are launched in the order in which they are full; shards and steps with
-        # durations are divided otherwise.
-        if self.zero < 2 and self.instances == 1 and len(kinds) < 2 and not len(job.ops.duration.values):
-            sized = self._sized(graph, job, writers, blocks, buckets)
-        return ReplicasAlike(options=self, job=job, labels=written, sized=sized, buckets=buckets)
+        axes = job.groups[int(job.ops.group[buckets[0].row])].axes if buckets else (DATA,)
+        # Buckets of several kinds are launched in the order in which they are full.
+        if self.zero < 2 and self.instances == 1 and len(kinds) < 2:
+            sized = self._sized(graph, job, writers, blocks, buckets, _ranks(job.mesh, axes))
+        return ReplicasAlike(options=self, job=job, labels=written, sized=sized, buckets=buckets, axes=axes)
 
     def _sized(
         self, graph: JobGraph, job: JobGraph, writers: list[ProgramWriter], blocks: ShardedGraph,
-        buckets: tuple[FilledBucket, ...],
+        buckets: tuple[FilledBucket, ...], ranks: int,
     ) -> Sized | None:  # fmt: skip
         """Where the sizes of the job come from."""
         tensors, ops = np.full(len(job.tensors), NONE), np.full(len(job.ops), NONE)
@@ -1272,17 +1275,16 @@ class DataParallel:
                 tensors[row], shards[row] = old, shard
         for old, rows in blocks.ops.items():
             ops[rows.start] = old
-        shards &= divides.ranks((DATA,)) > 1
+        shards &= ranks > 1
         return Sized.of(
             graph, job, tensors, ops, shards=shards,
             shared=(ops != NONE) & (job.ops.phase == t.Phase.OPTIMIZER) & bool(self.zero),
-            buckets=np.array([bucket.row for bucket in buckets], np.int64), ranks=self.group, filled=self.filled,
+            buckets=np.array([bucket.row for bucket in buckets], np.int64), ranks=ranks, filled=self.filled(ranks),
         )  # fmt: skip
 
-    @property
-    def filled(self) -> int:
-        """Of how many elements a bucket is filled up to a multiple."""
-        return lcm(self.group, _ALIGNED) if self.zero and self.group > 1 else 1
+    def filled(self, ranks: int) -> int:
+        """Of how many elements the buckets of so many ranks are filled up to a multiple."""
+        return lcm(ranks, _ALIGNED) if self.zero and ranks > 1 else 1
 
     def _written(
         self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None
@@ -1347,6 +1349,10 @@ class DataParallel:
         job = ShardedGraph(graph, builder, blocks, ops)
         job.bind()
         return job
+
+
+def _ranks(mesh: tuple[Axis, ...], axes: tuple[str, ...]) -> int:
+    return prod(axis.size for axis in mesh if axis.name in axes)
 
 
 class _Block(ShardedBlock):

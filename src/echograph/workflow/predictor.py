@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
 
 
-@cache
+@lru_cache(1024)
 def _order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int) -> composed.PassOrder:
     return composed.PassOrder.of(order(schedule, stage, stages, micro_batches, chunks))
 
@@ -258,7 +258,7 @@ def _like(step: StepGraph, pipeline: Pipeline) -> tuple[Hashable, str]:
     return structure(step), pass_text(replace(pipeline, micro_batches=count))
 
 
-MOST_KEPT = 128
+MOST_KEPT = 256
 """Graphs of one kind that a predictor keeps: some hundred kilobytes each."""
 Key, Kept = TypeVar("Key"), TypeVar("Kept")
 
