@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -161,7 +162,7 @@ class Sized:
         tensors = replace(job.tensors, shape=shape)
         numel = tensors.numel
         nbytes, copied = _first_bytes(job.ops, tensors.nbytes), self.ops != NONE
-        sizes = {
+        sizes: dict[str, Any] = {
             name: np.where(copied, getattr(old, name)[self.ops], times * nbytes)
             for name, times in self.times.items()
         }
