@@ -260,7 +260,8 @@ def _like(step: StepGraph, pipeline: Pipeline) -> tuple[Hashable, str]:
 
 MOST_KEPT = 256
 """Graphs of one kind that a predictor keeps: some hundred kilobytes each."""
-Key, Kept = TypeVar("Key"), TypeVar("Kept")
+Key = TypeVar("Key")
+Kept = TypeVar("Kept")
 
 
 def _keep(known: dict[Key, Kept], key: Key, value: Kept) -> Kept:
