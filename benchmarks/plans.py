@@ -1,11 +1,15 @@
 """What one more plan costs: GPT-3 175B on 1,024 GPUs under 62 plans, and under 500 more.
 
 python -m benchmarks.plans [--more 500] [--alone 8] [--calculon CHECKOUT]
+python -m benchmarks.plans --space 5000 [--model gpt3-175b] [--gpus 1024] [--global-batch 1536] [--jobs 2]
 
 The first 62 plans are ones that Calculon (Isaev et al., "Calculon: a Methodology and Tool for High-Level
 Codesign of Systems and Large Language Models", SC 2023) can express, too; from a checkout of its sources it
 predicts them in the same run. The others vary all that a search varies. Some are predicted alone as well, and have
 to be equal to the picosecond. Times are processor seconds of one process: on a busy machine their ratio counts.
+
+With --space, as many plans of what `echosim plan` looks among are predicted, spread evenly over it, in several
+processes: the step of each alone, without bounds that leave any out.
 """
 
 from __future__ import annotations
@@ -16,14 +20,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import echograph as eg
+from echograph.errors import EchoError
 from echograph.workflow.predict import predict
 from echograph.workflow.predictor import Predictor
+from echograph.workflow.search.space import space
+from echograph.workflow.workers import WorkerOptions, workers
 
 GPUS, LAYERS, GLOBAL_BATCH, SEED = 1024, 96, 1536, 20
 
@@ -105,13 +113,68 @@ def timed(call: Callable[[eg.Plan], object], plans: Sequence[eg.Plan]) -> tuple[
     return spent, answers
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What a worker predicts: plans that follow each other in a space. Calling it makes the worker."""
+
+    graph: eg.StepGraph
+    system: eg.System
+
+    def __call__(self) -> Callable[[list[eg.Plan]], list[int]]:
+        """What predicts plans: picoseconds of those that fit the graph."""
+        predictor = Predictor(self.graph, self.system)
+
+        def answer(plans: list[eg.Plan]) -> list[int]:
+            found = []
+            for plan in plans:
+                with suppress(EchoError):
+                    found.append(predictor.predict(plan, memory=False, interval=False).step_ps)
+            return found
+
+        return answer
+
+
+def print_space(arguments: argparse.Namespace) -> None:
+    """Prints what plans of a search's space cost."""
+    graph, system = eg.compile(arguments.model, batch_size=2), eg.System("dgx-h100")
+    base = eg.Plan(gpus=arguments.gpus, global_batch=arguments.global_batch)
+    among = space(graph, system.cluster, base, {})
+    choices = list(among.choices())
+    step = max(1, len(choices) // arguments.space)
+    plans = [among.plan(chosen) for chosen in choices[::step][: arguments.space]]
+    # Neighbours have most in common.
+    stretches = [plans[at : at + 25] for at in range(0, len(plans), 25)][::-1]
+    began, found = time.perf_counter(), 0
+    with workers(Stretch(graph, system), WorkerOptions(jobs=arguments.jobs)) as at:
+        while stretches or at.busy:
+            while at.free and stretches:
+                at.give(stretches.pop())
+            found += sum(len(answer) for _, answer in at.take())
+    wall = time.perf_counter() - began
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    spent, peak = sum(each.ru_utime for each in used), max(each.ru_maxrss for each in used) / 1024
+    print(
+        f"{len(plans):,} of {len(choices):,} plans of {arguments.model} on {arguments.gpus:,} GPUs, {found:,} of "
+        f"them possible: {wall:.0f} s on {arguments.jobs} processes, {spent:.0f} s of processor, "
+        f"{1e3 * spent / max(1, found):.1f} ms a plan; {peak:.0f} MiB the largest process"
+    )
+
+
 def main() -> None:
-    """Prints what plans cost one after the other, alone, and in Calculon."""
+    """Prints what plans cost one after the other, alone, and in Calculon; or those of a space."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--more", type=int, default=0, help="how many of the 500 others")
     parser.add_argument("--alone", type=int, default=8, help="how many of all to predict alone, too")
     parser.add_argument("--calculon", type=Path, help="a checkout of Calculon")
+    parser.add_argument("--space", type=int, default=0, help="how many plans of a search's space instead")
+    parser.add_argument("--model", default="gpt3-175b", help="with --space: of the zoo")
+    parser.add_argument("--gpus", type=int, default=GPUS, help="with --space")
+    parser.add_argument("--global-batch", type=int, default=GLOBAL_BATCH, help="with --space")
+    parser.add_argument("--jobs", type=int, default=2, help="with --space: processes")
     arguments = parser.parse_args()
+    if arguments.space:
+        print_space(arguments)
+        return
     step, system = eg.compile("gpt3-175b", batch_size=2), eg.System("dgx-h100")
     plans = expressible() + more(500)[: arguments.more]
     predictor = Predictor(step, system)

@@ -272,6 +272,17 @@ class OpTable(Sequence[t.Op]):
         view.flags.writeable = False
         return view
 
+    def touched(self, rows: range) -> list[int]:
+        """The tensors that operations read or make, each once, in the order in which they do."""
+        values, turns = [], []
+        for side, its in enumerate((self.inputs, self.outputs)):
+            ends = its.offsets[rows.start : rows.stop + 1]
+            values.append(its.values[ends[0] : ends[-1]])
+            turns.append(2 * np.repeat(np.arange(len(rows)), np.diff(ends)) + side)
+        every = np.concatenate(values)[np.argsort(np.concatenate(turns), kind="stable")]
+        found: list[int] = every[np.sort(np.unique(every, return_index=True)[1])].tolist()
+        return found
+
     def durations_of(self, row: int) -> tuple[t.Duration, ...]:
         """What is known of the time of one operation."""
         span = range(int(self.duration.offsets[row]), int(self.duration.offsets[row + 1]))

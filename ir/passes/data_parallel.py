@@ -58,7 +58,7 @@ from echograph.errors import PlanError
 from echograph.ir import graph as g
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
-from echograph.ir.columns import NONE, distinct
+from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph, kept
 from echograph.ir.passes.model import (
     DATA,
@@ -88,6 +88,7 @@ from echograph.ir.passes.rewrite import (
     empty_copy,
     in_micro_batch,
 )
+from echograph.ir.structure import Sized
 
 PERSISTENT = (t.TensorRole.PARAMETER, t.TensorRole.GRADIENT, t.TensorRole.OPTIMIZER_STATE)
 
@@ -320,12 +321,23 @@ class ShardedBlock:
 
     def _copy_ops(self, rows: range) -> None:
         """Writes operations that stay as they are, on whole tensors."""
+        self._copy_onto(rows, self._new_rows())
+
+    def _copy_onto(self, rows: range, tensors: Int64) -> None:
+        """Writes operations that stay as they are, on new rows of the tensors that they touch."""
         first, ops = self.builder.op_count(), np.full(len(self.graph.ops), NONE)
         for row in range(self.block.ops.start, rows.start):
             ops[row] = self.ops[row].start
         ops[rows.start : rows.stop] = first + np.arange(len(rows))
-        copy_ops(self.builder, self.graph, rows, self._new_rows(), ops)
+        copy_ops(self.builder, self.graph, rows, tensors, ops)
         self.ops |= {row: range(made, made + 1) for made, row in enumerate(rows, first)}
+
+    def copy_in_phase(self, rows: range, phase: t.Phase) -> None:
+        """Writes operations that stay as they are, on the tensors that a phase uses, made as they are used."""
+        tensors = np.full(len(self.graph.tensors), NONE)
+        for index in self.graph.ops.touched(rows):
+            tensors[index] = self.use(index, phase)
+        self._copy_onto(rows, tensors)
 
     def finish(self, first_tensor: int, first_op: int) -> Written:
         """The block, once all its rows are written."""
@@ -640,6 +652,23 @@ class _Reduction:
     held: list[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilledBucket:
+    """The collective of a bucket.
+
+    Attributes:
+        row: of the operation.
+        stage: of its program.
+        last: the tensor that was put in last.
+        first: whether it is the first bucket.
+    """
+
+    row: int
+    stage: int
+    last: int
+    first: bool
+
+
 class ProgramWriter:
     """Writes one program.
 
@@ -664,6 +693,8 @@ class ProgramWriter:
         self.name = "zero" if options.zero else "ddp"
         self.reduces = bool(reduction_axes(self.mesh, ()))
         self.bindings: list[int] = []
+        self.like: dict[int, tuple[int, bool]] = {}
+        self.buckets: list[FilledBucket] = []
         self._shards: dict[int, t.Tensor] = {}
         self._adding: dict[int, bool] = {}
         self.added: dict[ProgramPoint, list[tuple[int, list[int]]]] = {}
@@ -783,15 +814,7 @@ class ProgramWriter:
     # -- gradients -----------------------------------------------------------------------------------------
 
     def _limits(self) -> Limits:
-        options = self.options
-        if not options.overlap_grad_reduce or (options.zero and self.stage > 0):
-            return Limits(nbytes=inf)
-        if options.zero:
-            return Limits(nbytes=options.bucket_bytes)
-        return Limits(
-            nbytes=25 * MIB if options.bucket_bytes is None else options.bucket_bytes,
-            first_nbytes=options.first_bucket_bytes,
-        )
+        return self.options.limits(self.stage)
 
     @property
     def _views(self) -> bool:
@@ -854,7 +877,13 @@ class ProgramWriter:
             ports=[True, False] * len(tensors),
             sharded=[axes for _, tensor in tensors for axes in (tensor.sharded, ())],
         )
+        self._note(made[::2], tensors)
+        self._note(made[1::2], tensors)
         return made[::2], made[1::2]
+
+    def _note(self, made: Sequence[int], tensors: Sequence[tuple[int, t.Tensor]], shards: bool = False) -> None:
+        """Notes what tensors are like that were added."""
+        self.like |= {row: (tensor.id, shards) for row, (_, tensor) in zip(made, tensors, strict=True)}
 
     def _fill(self, tensors: Sequence[t.Tensor], ports: Sequence[int], held: Sequence[int]) -> list[int]:
         """Adds gradients to those of the micro-batches before, and copies them into their bucket."""
@@ -886,6 +915,8 @@ class ProgramWriter:
         kind = t.CollectiveKind.REDUCE_SCATTER if scatter else t.CollectiveKind.ALL_REDUCE
         within = self._within(bucket) if scatter else bucket.axes
         nbytes = bucket.nbytes(self.division.ranks(within) if options.zero else 1)
+        at = self.builder.op_count()
+        self.buckets.append(FilledBucket(row=at, stage=self.stage, last=held[-1], first=number == 0))
         ops.append(self._collective(f"bucket_{number}", kind, within, bucket, nbytes, held, ops))
         if across := [axis for axis in bucket.axes if axis not in within]:
             # Groups that divide the optimizer each for itself: their shards are added up.
@@ -1011,8 +1042,12 @@ class ProgramWriter:
             alias_of += [NONE] * (each - 1) + [port]
         rows = builder.tensors(made, ports=ports, alias_of=alias_of)
         shards, whole = rows[::each] if late else (), rows[each - 1 :: each]
+        self._note(shards, bucket.tensors if late else (), True)
+        self._note(rows[each - 2 :: each], bucket.tensors)
+        self._note(whole, bucket.tensors)
         within = self._within(bucket)
         group, stream = axes_group(builder, within)
+        self.buckets.append(FilledBucket(row=builder.op_count(), stage=self.stage, last=whole[0], first=False))
         return builder.collective(
             "zero.all_gather", t.CollectiveKind.ALL_GATHER, group=group,
             bytes_per_rank=bucket.nbytes(self.division.ranks(within)), dtype=bucket.dtype,
@@ -1040,7 +1075,9 @@ class ProgramWriter:
         """Ports for tensors of the step, whole or this rank's shards."""
         self.bindings += (self.job.tensor_id(identity, phase) for identity, _ in tensors)
         made = [self._shard(tensor) if phase == SHARDED else tensor for _, tensor in tensors]
-        return self.builder.tensors(made, ports=[True] * len(made))
+        rows = self.builder.tensors(made, ports=[True] * len(made))
+        self._note(rows, tensors, phase == SHARDED)
+        return rows
 
     def _shard(self, tensor: t.Tensor) -> t.Tensor:
         """This rank's shard of a tensor."""
@@ -1074,6 +1111,58 @@ __all__ = [
 STAGES = "pp"
 MAX_REPLICAS = 10_000_000
 MAX_MICRO_BATCHES = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplicasAlike:
+    """A pipeline's job over data-parallel ranks (`DataParallel.alike`).
+
+    Attributes:
+        options: the pass.
+        job: the job.
+        labels: for each of its programs, what its calls are of.
+        sized: the job for any pipeline's job of the same structure; None where that is not known.
+        buckets: its buckets.
+        axes: along which their ranks lie.
+    """
+
+    options: DataParallel
+    job: JobGraph
+    labels: list[list[PassLabel]]
+    sized: Sized | None
+    buckets: tuple[FilledBucket, ...]
+    axes: tuple[str, ...]
+
+    def of_graph(self, graph: JobGraph, options: DataParallel) -> JobGraph | None:
+        """The job of another pipeline's job of the same structure; None where its buckets hold other tensors.
+
+        Args:
+            graph: the pipeline's job.
+            options: the pass, which may have another number of ranks, but one where this has one.
+        """
+        check_sizes(options.replicas, options.micro_batches, staged=True)
+        if self.sized is None:
+            return None
+        mesh = data_mesh(graph.mesh, (Axis(name=DATA, size=options.group),))
+        ranks = _ranks(mesh, self.axes)
+        job = replace(self.sized.of_graph(graph, ranks=ranks, filled=options.filled(ranks)), mesh=mesh)
+        return job if self._fill_alike(job, options) else None
+
+    def _fill_alike(self, job: JobGraph, options: DataParallel) -> bool:
+        """Whether buckets close where they did: at their last tensor, or not at all."""
+        assert self.sized is not None
+        before, now = self.job.tensors.numel, job.tensors.numel
+        sums = zip(self.sized.in_buckets(before).tolist(), self.sized.in_buckets(now).tolist(), strict=True)
+        for bucket, (was, elements) in zip(self.buckets, sums, strict=True):
+            dtype = t.DType(int(job.ops.dtype[bucket.row]))
+            like = Bucket(axes=self.axes, dtype=dtype)
+            old = self.options.limits(bucket.stage).of(like, _ranks(self.job.mesh, self.axes), bucket.first)
+            full = options.limits(bucket.stage).of(like, _ranks(job.mesh, self.axes), bucket.first)
+            if (dtype.nbytes(was) >= old) != (dtype.nbytes(elements) >= full):
+                return False
+            if dtype.nbytes(elements - int(now[bucket.last])) >= full:
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1118,6 +1207,17 @@ class DataParallel:
         """Ranks that divide the optimizer among themselves."""
         return self.replicas // self.instances
 
+    def limits(self, stage: int) -> Limits:
+        """When a bucket of a stage is full."""
+        if not self.overlap_grad_reduce or (self.zero and stage > 0):
+            return Limits(nbytes=inf)
+        if self.zero:
+            return Limits(nbytes=self.bucket_bytes)
+        return Limits(
+            nbytes=25 * MIB if self.bucket_bytes is None else self.bucket_bytes,
+            first_nbytes=self.first_bucket_bytes,
+        )
+
     def __call__(self, graph: StepGraph | JobGraph) -> JobGraph:
         """The job graph; a pipeline's job graph is replicated stage by stage, and keeps its micro-batches.
 
@@ -1138,6 +1238,58 @@ class DataParallel:
         Raises:
             PlanError: as `__call__`.
         """
+        job, writers, _ = self._written(graph, labels)
+        return job, [writer.written for writer in writers]
+
+    def alike(self, graph: JobGraph, labels: Sequence[Sequence[PassLabel]]) -> ReplicasAlike:
+        """The job graph of a pipeline's, for other sizes, too, where these do not decide what it is.
+
+        Raises:
+            PlanError: as `__call__`.
+        """
+        job, writers, blocks = self._written(graph, labels)
+        buckets = tuple(bucket for writer in writers for bucket in writer.buckets)
+        written = [writer.written for writer in writers]
+        sized = None
+        kinds = {(int(job.ops.group[b.row]), int(job.ops.dtype[b.row])) for b in buckets}
+        axes = job.groups[int(job.ops.group[buckets[0].row])].axes if buckets else (DATA,)
+        # Buckets of several kinds are launched in the order in which they are full.
+        if self.zero < 2 and self.instances == 1 and len(kinds) < 2:
+            sized = self._sized(graph, job, writers, blocks, buckets, _ranks(job.mesh, axes))
+        return ReplicasAlike(options=self, job=job, labels=written, sized=sized, buckets=buckets, axes=axes)
+
+    def _sized(
+        self, graph: JobGraph, job: JobGraph, writers: list[ProgramWriter], blocks: ShardedGraph,
+        buckets: tuple[FilledBucket, ...], ranks: int,
+    ) -> Sized | None:  # fmt: skip
+        """Where the sizes of the job come from."""
+        tensors, ops = np.full(len(job.tensors), NONE), np.full(len(job.ops), NONE)
+        shards = np.zeros(len(job.tensors), np.bool_)
+        divides = writers[0].division
+        for made in blocks.blocks:
+            for (old, phase), row in made.tensors.items():
+                tensors[row] = old
+                shards[row] = phase == SHARDED and not divides.none and divides.cut(old)
+        for writer in writers:
+            for row, (old, shard) in writer.like.items():
+                tensors[row], shards[row] = old, shard
+        for old, rows in blocks.ops.items():
+            ops[rows.start] = old
+        shards &= ranks > 1
+        return Sized.of(
+            graph, job, tensors, ops, shards=shards,
+            shared=(ops != NONE) & (job.ops.phase == t.Phase.OPTIMIZER) & bool(self.zero),
+            buckets=np.array([bucket.row for bucket in buckets], np.int64), ranks=ranks, filled=self.filled(ranks),
+        )  # fmt: skip
+
+    def filled(self, ranks: int) -> int:
+        """Of how many elements the buckets of so many ranks are filled up to a multiple."""
+        return lcm(ranks, _ALIGNED) if self.zero and ranks > 1 else 1
+
+    def _written(
+        self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None
+    ) -> tuple[JobGraph, list[ProgramWriter], ShardedGraph]:
+        """The job graph, and what wrote its programs and its blocks; as `labelled`."""
         check_sizes(self.replicas, self.micro_batches, isinstance(graph, JobGraph))
         if self.zero not in (0, 1, 2):
             raise PlanError(f"zero {self.zero}: choose 0, 1 or 2 here; fully sharded data parallelism is stage 3")
@@ -1158,7 +1310,7 @@ class DataParallel:
         copies = (REPLICATE,) if self.instances > 1 else ()
         division = Division(graph=graph, mesh=mesh, gradients=gradients, copies=copies, flat=True, none=none)
         job = self._write(graph, builder, division)
-        written = []
+        writers = []
         for number, program in enumerate(graph.programs):
             its = None if labels is None else labels[number]
             writer = ProgramWriter(
@@ -1170,8 +1322,8 @@ class DataParallel:
                 coordinates=program.coordinates,
                 ranks=program.ranks,
             )
-            written.append(writer.written)
-        return builder.build(JobGraph, whole=labels is None), written
+            writers.append(writer)
+        return builder.build(JobGraph, whole=labels is None), writers, job
 
     def _write(self, graph: Graph, builder: GraphBuilder, division: Division) -> ShardedGraph:
         """Writes the graph's own blocks, with the optimizer on shards, or as they are."""
@@ -1197,6 +1349,10 @@ class DataParallel:
         job = ShardedGraph(graph, builder, blocks, ops)
         job.bind()
         return job
+
+
+def _ranks(mesh: tuple[Axis, ...], axes: tuple[str, ...]) -> int:
+    return prod(axis.size for axis in mesh if axis.name in axes)
 
 
 class _Block(ShardedBlock):

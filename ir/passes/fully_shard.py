@@ -466,17 +466,34 @@ class UnitBlock(ShardedBlock):
     def write(self) -> Written:
         """Writes all rows."""
         first_tensor, first_op = self.builder.tensor_count(), self.builder.op_count()
-        for row in (*self.block.ops, None):
-            for number, name in self.before.get(row, ()):
-                begin = self.builder.op_count()
-                self._act(number, name)
-                self.ranges[number, name] = (begin, self.builder.op_count())
-            if row is not None:
-                self.op(row, self.phase(row))
+        for rows, phase in self._stretches():
+            self._act_before(rows.start)
+            if phase != SHARDED and not any(row in self.scalars for row in rows):
+                self.copy_in_phase(rows, phase)
+                continue
+            for row in rows:
+                self.op(row, phase)
+        self._act_before(None)
         for index in self.block.tensors:
             if not any((index, phase) in self.written.tensors for phase in t.Phase):
                 self.use(index, self.variant(index, SHARDED))
         return self.finish(first_tensor, first_op)
+
+    def _stretches(self) -> Iterator[tuple[range, t.Phase]]:
+        """Operations of one phase that nothing is done between, with the phase."""
+        begin = self.block.ops.start
+        for row in self.block.ops:
+            phase, after = self.phase(row), row + 1
+            if after == self.block.ops.stop or after in self.before or self.phase(after) != phase:
+                yield range(begin, after), phase
+                begin = after
+
+    def _act_before(self, row: int | None) -> None:
+        """Does what is done before an operation, or at the end."""
+        for number, name in self.before.get(row, ()):
+            begin = self.builder.op_count()
+            self._act(number, name)
+            self.ranges[number, name] = (begin, self.builder.op_count())
 
     def _act(self, number: int, name: str) -> None:
         unit = self.units[number]

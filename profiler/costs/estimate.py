@@ -157,9 +157,9 @@ def estimate(
     fitted = [Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL for cost, _ in found]
     source[at] = np.array(fitted, np.uint8)[number_of]
     spread[at] = np.array([cost.spread for cost, _ in found], np.float32)[number_of]
-    cores = [found[number][1] for number in number_of.tolist()]
-    picoseconds = _sustained(graph, device, at, cores, picoseconds)
-    paced = at[np.array([bool(core.peak) for core in cores], bool)]
+    cores = [core for _, core in found]
+    picoseconds = _sustained(graph, device, at, cores, number_of, picoseconds)
+    paced = at[np.array([bool(core.peak) for core in cores], bool)[number_of]]
     picoseconds[paced] = np.rint(picoseconds[paced] * slower).astype(np.int64)
     return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
 
@@ -200,9 +200,11 @@ def _known(
 
 
 def _sustained(
-    graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[PowerDraw], picoseconds: Int64
+    graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[PowerDraw], core_of: Int64, picoseconds: Int64
 ) -> Int64:
     """The durations in a long run, each kernel at the clock that its own power allows.
+
+    `cores` are those that differ, `core_of` says which each of the rows `at` has.
 
     What a product takes beyond its FLOPs at the rate of a burst is not paced by the clock. Attention stays below
     the peak because its warps wait for each other: all but the time that its operands take to move is paced.
@@ -213,10 +215,12 @@ def _sustained(
     ops, seconds = graph.ops, picoseconds[at] / PS_PER_S
     peaks = device.datasheet.peak_flops_per_s
     peak = np.array([peaks[core.peak] if core.peak in power.joules_per_flop else np.inf for core in cores])
-    joules = np.array([power.joules_of(core.peak, core.kernel) for core in cores])
-    flops = np.where(np.isfinite(peak), _executed(graph, at, cores), 0.0)
+    joules = np.array([power.joules_of(core.peak, core.kernel) for core in cores])[core_of]
+    peak, kernel = peak[core_of], np.array([bool(core.kernel) for core in cores])[core_of]
+    executed = np.array([core.flops for core in cores])[core_of]
+    flops = np.where(np.isfinite(peak), np.where(kernel, executed, ops.flops[at]), 0.0)
     moved = (ops.bytes_read[at] + ops.bytes_written[at]).astype(np.float64)
-    attends = np.array([bool(core.kernel) for core in cores]) & np.isfinite(peak)
+    attends = kernel & np.isfinite(peak)
     share = np.where(
         attends,
         1.0 - moved / (device.datasheet.memory_bandwidth_bytes_per_s * np.maximum(seconds, 1e-12)),

@@ -12,29 +12,29 @@ then the whole job has to be simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int64
+from echograph.ir.columns import NONE, Bools, Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.rewrite import PassLabel
+from echograph.ir.structure import structure
 from echograph.ir.types import OpKind
 from echograph.simulator.engine.machine_code import compiled
 from echograph.simulator.engine.segments import (
     LONGEST_PS,
     NEVER,
-    SegmentChain,
+    RowTimes,
     SegmentedJob,
+    SegmentKind,
     SegmentSequence,
-    TransferMatrix,
     cut,
-    transfer_matrix,
     work_of,
 )
+from echograph.simulator.groups import occurrences
 
 UNKNOWN = -(2**63) + 1
 """The end of what has not ended yet."""
@@ -97,7 +97,13 @@ MessageTime = Callable[[int, int], int]
 """Picoseconds of a message, by its row of the operation table and its stage."""
 
 
-def step_ps(sample: Sample, device: Int64, host: Int64, message_ps: MessageTime) -> int:
+MOST_CUTS = 256
+"""What so many jobs are cut into is kept, some hundred kilobytes each."""
+KnownCuts = dict[Hashable, SegmentedJob | None]
+"""What jobs are cut into, by what that depends on."""
+
+
+def step_ps(sample: Sample, device: Int64, host: Int64, message_ps: MessageTime, known: KnownCuts) -> int:
     """When the step ends, picoseconds.
 
     Args:
@@ -105,16 +111,29 @@ def step_ps(sample: Sample, device: Int64, host: Int64, message_ps: MessageTime)
         device: int64 [rows], picoseconds on the device.
         host: int64 [rows], picoseconds that the host takes.
         message_ps: what a message takes.
+        known: what samples before were cut into; gets this one's.
 
     Raises:
         NotAlike: the step cannot be put together from the sample.
     """
-    segments = cut(sample.job)
+    like = _like(sample.job)
+    if like not in known:
+        if len(known) >= MOST_CUTS:
+            del known[next(iter(known))]
+        known[like] = cut(sample.job)
+    segments = known[like]
     if segments is None:
         raise NotAlike("runs of the same operations do not wait alike")
     _check_length(sample, device, host)
-    pieces = _Pieces(sample, segments, device, host)
-    return _Step(sample, pieces, message_ps).run()
+    work = work_of(sample.job, device[:, None], host[:, None])
+    return _Step(sample, segments, work, message_ps).run()
+
+
+def _like(job: JobGraph) -> Hashable:
+    """What a job is cut by: its structure, and how far messages go around in their groups."""
+    messages = np.isin(job.ops.kind, MESSAGES)
+    groups = np.unique(job.ops.group[messages]).tolist()
+    return structure(job), *(job.group_size(job.groups[number]) for number in groups)
 
 
 def _check_length(sample: Sample, device: Int64, host: Int64) -> None:
@@ -128,138 +147,269 @@ def _check_length(sample: Sample, device: Int64, host: Int64) -> None:
 # -- the passes that differ ---------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, kw_only=True)
-class _Input:
-    """What one entry of a stretch waits for: an output of the same pass, or of another one.
+class _Matrices:
+    """The constants of segments, written one after the other; equal ones once.
+
+    Args:
+        segments: of the sample.
+        work: durations of its rows.
 
     Attributes:
-        port: number of the input.
-        of: the pass, None for the same one.
-        slot: number of the output among those of its pass.
+        columns: `Tables.over` and `Tables.lanes`, and of each matrix what `Tables` says of it.
     """
 
-    port: int
-    of: PassLabel | None
-    slot: int
+    def __init__(self, segments: SegmentedJob, work: RowTimes) -> None:
+        self.kinds = segments.kinds
+        self.rows = np.stack([np.array(work.lane), np.array(work.hosts), work.host[:, 0], work.device[:, 0]])
+        self.over: list[Int64] = []
+        self.lanes: list[tuple[int, ...]] = []
+        self.ports: list[tuple[int, int]] = []
+        self.alike: dict[object, int] = {}
+        self.products: dict[tuple[int, ...], int] = {}
+        self.of = np.full(len(segments.kinds), NONE, np.int64)
 
-
-@dataclass(slots=True, kw_only=True)
-class _Stretch:
-    """Segments that go through one matrix, or one rendezvous."""
-
-    chain: SegmentChain | None
-    row: int
-    inputs: list[_Input]
-    slot: int
-
-
-@dataclass(slots=True, kw_only=True)
-class _Piece:
-    """A pass of the sample."""
-
-    label: PassLabel
-    stretches: list[_Stretch] = field(default_factory=list)
-    slots: int = 0
-
-
-class _Pieces:
-    """All passes of a sample, with the matrices that they are made of."""
-
-    def __init__(self, sample: Sample, segments: SegmentedJob, device: Int64, host: Int64) -> None:
-        self.sample, self.segments = sample, segments
-        self.work = work_of(sample.job, device[:, None], host[:, None])
-        self.matrices: dict[int, TransferMatrix] = {}
-        self.chains: dict[tuple[int, ...], SegmentChain] = {}
-        self.alike: dict[object, TransferMatrix] = {}
-        self.multiplied: dict[tuple[TransferMatrix, ...], SegmentChain] = {}
-        self.device, self.host = device, host
-        self.columns = self.work.lane, self.work.hosts, device.tolist(), host.tolist()
-        self.of = [self._program(number, sequence) for number, sequence in enumerate(segments.sequences)]
-
-    def _program(self, number: int, sequence: SegmentSequence) -> dict[PassLabel, _Piece]:
-        calls = self.sample.job.programs[number].calls
-        starts = np.cumsum(calls[:, 2] - calls[:, 1])
-        call = np.searchsorted(starts, sequence.start[:-1], side="right").tolist()
-        labels = [self.sample.labels[number][at] for at in call]
-        pieces: dict[PassLabel, _Piece] = {}
-        slot_of: dict[int, int] = {}
-        for first, end in pairwise(self._bounds(sequence, labels)):
-            label = labels[first]
-            if label in pieces and labels[first - 1] != label:
-                raise NotAlike(f"pass {label} does not run in one go")
-            piece = pieces.setdefault(label, _Piece(label=label))
-            kinds = tuple(sequence.kind[first:end].tolist())
-            kind, outputs = self.segments.kinds[kinds[0]], len(self.segments.kinds[kinds[-1]].outputs)
-            waits = sequence.incoming.get(first, ())
-            piece.stretches.append(
-                _Stretch(
-                    chain=None if kind.rendezvous else self._chain(kinds),
-                    row=kind.rows.start,
-                    inputs=[self._input(sequence, labels, slot_of, label, *its) for its in waits],
-                    slot=piece.slots if outputs else NONE,
-                )
-            )
-            slot_of[end - 1] = piece.slots
-            piece.slots += outputs
-        return pieces
-
-    def _bounds(self, sequence: SegmentSequence, labels: list[PassLabel]) -> list[int]:
-        """Where stretches begin: at rendezvous, at what waits and after what is waited for, and with each pass."""
-        kinds = self.segments.kinds
-        cuts = np.array([kind.rendezvous for kind in kinds] or [False])[sequence.kind]
-        cuts[1:] |= cuts[:-1]
-        cuts[[*sequence.incoming]] = True
-        # An output that nobody waits for is none of the stretch's, so what has outputs ends one always.
-        has = np.array([bool(kind.outputs or kind.inputs) for kind in kinds] or [False])[sequence.kind]
-        cuts |= has
-        cuts[1:] |= has[:-1]
-        # Passes that run once or twice are quicker sent through their segments than through a product of them.
-        often = self.sample.micro_batches > ONCE
-        for at, label in enumerate(labels):
-            if not (often and label[1] == 1 and at and label == labels[at - 1]):
-                cuts[at] = True
-        return [*np.flatnonzero(cuts).tolist(), len(cuts)]
-
-    def _input(
-        self,
-        sequence: SegmentSequence,
-        labels: list[PassLabel],
-        slot_of: dict[int, int],
-        label: PassLabel,
-        port: int,
-        edge: int,
-    ) -> _Input:
-        """What an input waits for, where a pass waits alike in every micro-batch."""
-        maker, out_port = sequence.maker[edge]
-        of = labels[maker]
-        last = min(self.sample.micro_batches, 3) - 1
-        if of != label and not (of[1] == label[1] if label != self.sample.update else of[1] == last):
-            raise NotAlike(f"pass {label} waits for pass {of}")
-        return _Input(port=port, of=None if of == label else of, slot=slot_of[maker] + out_port)
-
-    def _matrix(self, number: int) -> TransferMatrix:
-        """The matrix of a kind of segment: one for all kinds that take as long, and wait alike."""
-        if number not in self.matrices:
-            kind = self.segments.kinds[number]
-            rows = slice(kind.rows.start, kind.rows.stop)
-            times = tuple(tuple(column[rows]) for column in self.columns)
-            key = (*times, kind.waits, kind.inputs, kind.outputs)
+    def of_kinds(self, kinds: Int64) -> Int64:
+        """The matrices of kinds of segments: one for all that take as long, and wait alike."""
+        for number in np.unique(kinds[self.of[kinds] == NONE]).tolist():
+            kind = self.kinds[number]
+            rows = np.ascontiguousarray(self.rows[:, kind.rows.start : kind.rows.stop])
+            key = rows.tobytes(), kind.waits, kind.inputs, kind.outputs
             if key not in self.alike:
-                self.alike[key] = transfer_matrix(kind, self.work)
-            self.matrices[number] = self.alike[key]
-        return self.matrices[number]
+                self.alike[key] = self._written(kind, rows)
+            self.of[number] = self.alike[key]
+        return self.of[kinds]
 
-    def _chain(self, kinds: tuple[int, ...]) -> SegmentChain:
-        if kinds not in self.chains:
-            matrices = tuple(map(self._matrix, kinds))
-            if matrices not in self.multiplied:
-                self.multiplied[matrices] = SegmentChain(matrices)
-            self.chains[kinds] = self.multiplied[matrices]
-        return self.chains[kinds]
+    def _written(self, kind: SegmentKind, rows: Int64) -> int:
+        """Works a matrix out (`segments.transfer_matrix`)."""
+        lanes, own = np.unique(np.append(rows[0], 0), return_inverse=True)
+        inputs, outputs, count = len(kind.inputs), len(kind.outputs), len(kind.rows)
+        port = np.full(count, NONE, np.int64)
+        port[list(kind.inputs)] = len(lanes) + np.arange(inputs)
+        waits_at = np.cumsum([0, *map(len, kind.waits)])
+        waits = np.array([op for its in kind.waits for op in its], np.int64)
+        over = np.empty((len(lanes) + outputs, len(lanes) + inputs), np.int64)
+        ends, clocks = np.empty(count, np.int64), np.empty(len(lanes), np.int64)
+        exits = np.array(kind.outputs, np.int64)
+        loop = compiled(_constants)
+        loop(own.astype(np.int64), rows, waits_at, waits, port, exits, ends, clocks, over)
+        return self._add(over, tuple(lanes.tolist()), inputs, outputs)
+
+    def product(self, matrices: tuple[int, ...]) -> int:
+        """The matrix of segments that follow each other, none of which has inputs or outputs."""
+        if matrices not in self.products:
+            lanes = sorted({lane for number in {*matrices} for lane in self.lanes[number]})
+            numbers = sorted({*matrices})
+            at = {number: place for place, number in enumerate(numbers)}
+            own = [np.searchsorted(lanes, self.lanes[number]) for number in numbers]
+            clocks = np.full((len(lanes), len(lanes)), NEVER)
+            np.fill_diagonal(clocks, 0)
+            loop = compiled(_multiply)
+            loop(
+                np.array([at[number] for number in matrices], np.int64),
+                np.concatenate([self.over[number].ravel() for number in numbers]),
+                np.cumsum([0, *(self.over[number].size for number in numbers)]),
+                np.cumsum([0, *(len(its) for its in own)]),
+                np.concatenate(own),
+                np.empty(len(lanes), np.int64),
+                clocks,
+            )
+            self.products[matrices] = self._add(clocks, tuple(lanes), 0, 0)
+        return self.products[matrices]
+
+    def _add(self, over: Int64, lanes: tuple[int, ...], inputs: int, outputs: int) -> int:
+        self.over.append(over)
+        self.lanes.append(lanes)
+        self.ports.append((inputs, outputs))
+        return len(self.over) - 1
+
+    def columns(self) -> dict[str, Int64]:
+        """What `Tables` says of matrices."""
+        ports = np.array(self.ports, np.int64).reshape(-1, 2)
+        lengths = np.array([len(its) for its in self.lanes], np.int64)
+        none = np.zeros(0, np.int64)
+        return {
+            "over": np.concatenate([none, *(its.ravel() for its in self.over)]),
+            "over_at": np.cumsum([0, *(its.size for its in self.over)]),
+            "lanes": np.array([lane for its in self.lanes for lane in its], np.int64),
+            "lanes_at": np.cumsum(lengths) - lengths,
+            "lanes_of": lengths,
+            "inputs_of": ports[:, 0].copy(),
+            "outputs_of": ports[:, 1].copy(),
+            "uses": np.array([sum(1 << lane for lane in its) for its in self.lanes], np.int64),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pieces:
+    """The passes of a program of the sample, in the order in which it runs them, made of stretches.
+
+    A stretch is segments that go through one matrix, or one rendezvous.
+
+    Attributes:
+        labels: of each pass.
+        at: int64 [passes + 1], where its stretches begin.
+        slots: int64 [passes], how many outputs others wait for.
+        piece: int64 [stretches], the pass.
+        matrix: int64 [stretches]; -1 for a rendezvous.
+        row: int64 [stretches], row of the first operation.
+        slot: int64 [stretches], number of its first output among those of its pass; -1 where it has none.
+        reader: int64 [edges], the stretch that waits, ascending.
+        port: int64 [edges], number of its input.
+        of: int64 [edges], the pass that is waited for.
+        of_slot: int64 [edges], number of the output among those of that pass.
+    """
+
+    labels: list[PassLabel]
+    at: Int64
+    slots: Int64
+    piece: Int64
+    matrix: Int64
+    row: Int64
+    slot: Int64
+    reader: Int64
+    port: Int64
+    of: Int64
+    of_slot: Int64
+
+
+def _pieces(sample: Sample, segments: SegmentedJob, matrices: _Matrices, number: int) -> _Pieces:
+    """The passes of a program.
+
+    Raises:
+        NotAlike: a pass does not run in one go, or waits for one of another micro-batch.
+    """
+    sequence, kinds = segments.sequences[number], segments.kinds
+    label, labels = _labels(sample, number, sequence)
+    begins = np.diff(label, prepend=NONE) != 0
+    piece = np.cumsum(begins) - 1
+    run = label[begins].tolist()
+    if len(run) > len({*run}):
+        again = next(its for at, its in enumerate(run) if its in run[:at])
+        raise NotAlike(f"pass {labels[again]} does not run in one go")
+    of_pass = [labels[its] for its in run]
+    meets = np.array([kind.rendezvous for kind in kinds], np.bool_)[sequence.kind]
+    first = _bounds(sample, segments, sequence, meets, begins, np.array([its[1] for its in of_pass])[piece])
+    end = np.append(first, len(piece))[1:]
+    outputs = np.array([len(kind.outputs) for kind in kinds], np.int64)[sequence.kind[end - 1]]
+    of_stretch = piece[first]
+    at = np.searchsorted(of_stretch, np.arange(len(run) + 1))
+    before = np.append(0, np.cumsum(outputs))
+    offset = before[:-1] - before[at[of_stretch]]
+    made_by = np.searchsorted(first, sequence.made_by, side="right") - 1
+    reader = np.searchsorted(first, sequence.reader, side="right") - 1
+    _check_waits(sample, of_pass, of_stretch[reader], of_stretch[made_by])
+    return _Pieces(
+        labels=of_pass,
+        at=at,
+        slots=before[at[1:]] - before[at[:-1]],
+        piece=of_stretch,
+        matrix=_matrices_of(matrices, sequence.kind, first, end, meets[first]),
+        row=np.array([kind.rows.start for kind in kinds], np.int64)[sequence.kind[first]],
+        slot=np.where(outputs > 0, offset, NONE),
+        reader=reader,
+        port=sequence.into,
+        of=of_stretch[made_by],
+        of_slot=offset[made_by] + sequence.out,
+    )
+
+
+def _labels(sample: Sample, number: int, sequence: SegmentSequence) -> tuple[Int64, list[PassLabel]]:
+    """Of each segment of a program the number of its label, and the labels."""
+    calls = sample.job.programs[number].calls
+    numbers: dict[PassLabel, int] = {}
+    of_call = [numbers.setdefault(label, len(numbers)) for label in sample.labels[number]]
+    ends = np.cumsum(calls[:, 2] - calls[:, 1])
+    call = np.searchsorted(ends, sequence.start[:-1], side="right")
+    return np.array(of_call, np.int64)[call], list(numbers)
+
+
+def _bounds(
+    sample: Sample,
+    segments: SegmentedJob,
+    sequence: SegmentSequence,
+    meets: Bools,
+    begins: Bools,
+    micro_batch: Int64,
+) -> Int64:
+    """Where stretches begin: at rendezvous, at what waits and after what is waited for, and with each pass."""
+    # An output that nobody waits for is none of the stretch's, so what has outputs ends one always.
+    has = np.array([bool(kind.outputs or kind.inputs) for kind in segments.kinds], np.bool_)[sequence.kind]
+    cuts = meets | has
+    cuts[1:] |= cuts[:-1]
+    # Passes that run once or twice are quicker sent through their segments than through a product of them.
+    often = sample.micro_batches > ONCE
+    return np.flatnonzero(cuts | begins | (micro_batch != 1) | (not often))
+
+
+def _check_waits(sample: Sample, labels: Sequence[PassLabel], reader: Int64, of: Int64) -> None:
+    """Refuses a pass that does not wait alike in every micro-batch."""
+    last = min(sample.micro_batches, 3) - 1
+    of_micro_batch = np.array([label[1] for label in labels], np.int64)
+    waits_in = np.array([last if label == sample.update else label[1] for label in labels], np.int64)
+    bad = np.flatnonzero((of != reader) & (of_micro_batch[of] != waits_in[reader]))
+    if len(bad):
+        raise NotAlike(f"pass {labels[reader[bad[0]]]} waits for pass {labels[of[bad[0]]]}")
+
+
+def _matrices_of(matrices: _Matrices, kind: Int64, first: Int64, end: Int64, meets: Bools) -> Int64:
+    """The matrix of every stretch; -1 for a rendezvous."""
+    found = np.full(len(first), NONE, np.int64)
+    alone = ~meets & (end - first == 1)
+    found[alone] = matrices.of_kinds(kind[first[alone]])
+    for at in np.flatnonzero(~meets & ~alone).tolist():
+        its = matrices.of_kinds(kind[first[at] : end[at]])
+        found[at] = matrices.product(tuple(its.tolist()))
+    return found
 
 
 ONCE = 8
 """Up to so many micro-batches, passes are not worth a product of their matrices."""
+
+
+def _constants(
+    lane: Int64, rows: Int64, waits_at: Int64, waits: Int64, port: Int64, exits: Int64, ends: Int64, clocks: Int64,
+    over: Int64,
+) -> None:  # fmt: skip
+    """The constants of a segment from each of its entries: clocks that begin there alone, sent through it."""
+    lanes = len(clocks)
+    for entry in range(over.shape[1]):
+        for each in range(lanes):
+            clocks[each] = 0 if each == entry else NEVER
+        for op in range(len(port)):
+            ready, told = clocks[0], NEVER
+            for at in range(waits_at[op], waits_at[op + 1]):
+                told = max(told, ends[waits[at]])
+            if port[op] == entry:
+                told = max(told, 0)
+            if rows[1, op]:
+                ready = max(ready, told)
+            clocks[0] = ready + rows[2, op]
+            ready = max(clocks[lane[op]], clocks[0])
+            if not rows[1, op]:
+                ready = max(ready, told)
+            ends[op] = ready + rows[3, op]
+            clocks[lane[op]] = ends[op]
+        for each in range(lanes):
+            over[each, entry] = max(clocks[each], NEVER)
+        for each in range(len(exits)):
+            over[lanes + each, entry] = max(ends[exits[each]], NEVER)
+
+
+def _multiply(
+    numbers: Int64, over: Int64, over_at: Int64, lanes_at: Int64, lanes: Int64, after: Int64, clocks: Int64
+) -> None:
+    """Sends the identity through matrices that have lanes alone."""
+    for entry in range(clocks.shape[1]):
+        for number in numbers:
+            first, at = lanes_at[number], over_at[number]
+            size = lanes_at[number + 1] - first
+            for out in range(size):
+                latest = NEVER
+                for each in range(size):
+                    latest = max(latest, over[at + out * size + each] + clocks[lanes[first + each], entry])
+                after[out] = latest
+            for out in range(size):
+                clocks[lanes[first + out], entry] = after[out]
 
 
 # -- a step of them -----------------------------------------------------------------------------------------------
@@ -367,8 +517,6 @@ class StepState(NamedTuple):
 
 EACH = 8
 """Messages from a chunk to the next one in one pass, at most."""
-_OF_MATRICES = ("over_at", "lanes_at", "lanes_of", "inputs_of", "outputs_of", "uses")
-_OF_STRETCHES = ("matrix", "lane", "host", "meets", "slot", "edges_at", "edge_port", "edge_of", "edge_slot")
 
 
 class _Step:
@@ -376,23 +524,24 @@ class _Step:
 
     Args:
         sample: the passes that differ, and their order.
-        pieces: these passes.
+        segments: what its programs are cut into.
+        work: durations of its rows.
         message_ps: what a message takes.
     """
 
-    def __init__(self, sample: Sample, pieces: _Pieces, message_ps: MessageTime) -> None:
-        self.sample, self.pieces, self.message_ps = sample, pieces, message_ps
+    def __init__(self, sample: Sample, segments: SegmentedJob, work: RowTimes, message_ps: MessageTime) -> None:
+        self.sample, self.work, self.message_ps = sample, work, message_ps
         self.distinct, self.stages = min(sample.micro_batches, 3), len(sample.stand_for)
         self.lines = 2 * self.stages * sample.chunks * EACH
-        self.columns: dict[str, list[int]] = {name: [] for name in (*_OF_MATRICES, *_OF_STRETCHES, "piece_at")}
-        self.columns["over_at"], self.columns["lanes_at"] = [0], [0]
-        self.over: list[Int64] = [np.zeros(0, np.int64)]
-        self.lanes: list[int] = []
-        self.chains: dict[SegmentChain, int] = {}
+        self.matrices = _Matrices(segments, work)
+        programs = range(len(sample.job.programs))
+        self.pieces = [_pieces(sample, segments, self.matrices, number) for number in programs]
+        self.first_piece = np.cumsum([0, *(len(its.labels) for its in self.pieces)]).tolist()
+        self.first = np.cumsum([0, *(len(its.piece) for its in self.pieces)]).tolist()
+        self.row = np.concatenate([its.row for its in self.pieces])
+        self.slots = np.concatenate([its.slots for its in self.pieces])
         self.names: dict[tuple[str, int], int] = {}
-        self.meeting: list[tuple[int, int, int]] = []  # stretch, program, row
         self.pairs: dict[object, int] = {}
-        self.number_of = [self._pieces_of(program, its) for program, its in enumerate(pieces.of)]
 
     def run(self) -> int:
         """When it ends, picoseconds."""
@@ -406,89 +555,96 @@ class _Step:
 
     # -- the passes that differ ----------------------------------------------------------------------------
 
-    def _pieces_of(self, program: int, pieces: Mapping[PassLabel, _Piece]) -> dict[PassLabel, int]:
-        """Writes the passes of a program; returns their numbers."""
-        numbers, columns = {}, self.columns
-        for label, piece in pieces.items():
-            numbers[label] = len(columns["piece_at"])
-            columns["piece_at"].append(len(columns["matrix"]))
-            seen: dict[object, int] = {}
-            for stretch in piece.stretches:
-                columns["edges_at"].append(len(columns["edge_port"]))
-                for each in stretch.inputs:
-                    name = each.of and self.names.setdefault((each.of[0], each.of[2]), len(self.names))
-                    columns["edge_port"].append(each.port)
-                    columns["edge_of"].append(NONE if name is None else name)
-                    columns["edge_slot"].append(each.slot)
-                columns["slot"].append(stretch.slot)
-                if stretch.chain is not None:
-                    self._add(self._matrix(stretch.chain), NONE, 0, NONE)
-                    continue
-                row = stretch.row
-                self.meeting.append((len(columns["matrix"]), program, row))
-                meets = self._meets(program, label, row, seen)
-                self._add(NONE, self.pieces.work.lane[row], int(self.pieces.host[row]), meets)
-        return numbers
-
-    def _add(self, matrix: int, lane: int, host: int, meets: int) -> None:
-        for name, value in zip(_OF_STRETCHES, (matrix, lane, host, meets), strict=False):
-            self.columns[name].append(value)
-
-    def _matrix(self, chain: SegmentChain) -> int:
-        """The number of a matrix, written when it is first used."""
-        if chain not in self.chains:
-            self.chains[chain] = len(self.chains)
-            self.over.append(chain.over[:, :, 0].ravel())
-            self.lanes += chain.lanes
-            lanes, columns = len(chain.lanes), self.columns
-            columns["over_at"].append(columns["over_at"][-1] + self.over[-1].size)
-            columns["lanes_at"].append(len(self.lanes))
-            columns["lanes_of"].append(lanes)
-            columns["inputs_of"].append(chain.inputs)
-            columns["outputs_of"].append(len(chain.over) - lanes)
-            columns["uses"].append(chain.uses)
-        return self.chains[chain]
-
-    def _meets(self, program: int, label: PassLabel, row: int, seen: dict[object, int]) -> int:
-        """Where a communication meets others: `Tables.meets`. What runs in passes are messages between chunks."""
-        job, ops = self.sample.job, self.sample.job.ops
-        message, tag, group = int(ops.kind[row]) in MESSAGES, int(ops.tag[row]), int(ops.group[row])
-        end = int(ops.kind[row]), tag, group
-        turn = seen[end] = seen.get(end, -1) + 1
-        if label != self.sample.update:
-            # A line goes from a chunk to the next one, or back: its tag says from which.
-            if not message or turn >= EACH or tag * EACH >= self.lines:
-                raise NotAlike(f"pass {label} meets others than its neighbours, or too often")
-            return 2 * (tag * EACH + turn)
-        key: object = group, turn
-        if message:
-            if list(self.sample.stand_for).count(program) > 1:
-                raise NotAlike("stages that stand for each other exchange messages after their passes")
-            here = job.programs[program].coordinates.get("pp", 0)
-            ends = here, here + int(ops.peer[row])
-            key = group, tag, ends if ops.kind[row] == OpKind.SEND else ends[::-1], turn
-        return 2 * self.pairs.setdefault(key, len(self.pairs)) + 1
-
-    # -- all passes ------------------------------------------------------------------------------------------
-
     def _tables(self) -> Tables:
         sample = self.sample
-        columns = {name: np.array(values, np.int64) for name, values in self.columns.items()}
-        stretches = len(columns["matrix"])
-        columns["piece_at"] = np.append(columns["piece_at"], stretches)
-        columns["edges_at"] = np.append(columns["edges_at"], len(columns["edge_port"]))
-        columns |= self._passes()
-        columns |= self._rendezvous(columns["meets"], stretches)
+        matrix = np.concatenate([its.matrix for its in self.pieces])
+        stretches = len(matrix)
+        meets = self._meets(matrix)
+        columns = {
+            "matrix": matrix,
+            "lane": np.array(self.work.lane, np.int64)[self.row],
+            "host": self.work.host[self.row, 0],
+            "meets": meets,
+            "slot": np.concatenate([its.slot for its in self.pieces]),
+            "piece_at": np.append(
+                np.concatenate([its.at[:-1] + at for its, at in zip(self.pieces, self.first, strict=False)]),
+                stretches,
+            ),
+        }
+        columns |= self.matrices.columns() | self._edges(stretches) | self._passes()
+        columns |= self._rendezvous(meets, matrix)
         sizes = np.array([max(1, len(self.names)), sample.micro_batches, stretches, self.lines], np.int64)
-        return Tables(**columns, over=np.concatenate(self.over), lanes=np.array(self.lanes, np.int64), sizes=sizes)
+        return Tables(**columns, sizes=sizes)
+
+    def _edges(self, stretches: int) -> dict[str, Int64]:
+        """What each stretch waits for."""
+        reader = np.concatenate([its.reader + at for its, at in zip(self.pieces, self.first, strict=False)])
+        return {
+            "edges_at": np.searchsorted(reader, np.arange(stretches + 1)),
+            "edge_port": np.concatenate([its.port for its in self.pieces]),
+            "edge_of": np.concatenate([self._names(its) for its in self.pieces]),
+            "edge_slot": np.concatenate([its.of_slot for its in self.pieces]),
+        }
+
+    def _names(self, pieces: _Pieces) -> Int64:
+        """The name of the pass that each edge waits for; -1 for the same pass."""
+        name = np.full(len(pieces.labels), NONE, np.int64)
+        other = pieces.of != pieces.piece[pieces.reader]
+        for number in np.unique(pieces.of[other]).tolist():
+            kind, _, chunk = pieces.labels[number]
+            name[number] = self.names.setdefault((kind, chunk), len(self.names))
+        return np.where(other, name[pieces.of], NONE)
+
+    def _meets(self, matrix: Int64) -> Int64:
+        """Where each communication meets others: `Tables.meets`; 0 of what does not."""
+        found = np.zeros(len(matrix), np.int64)
+        for program, (pieces, first) in enumerate(zip(self.pieces, self.first, strict=False)):
+            at = np.flatnonzero(pieces.matrix == NONE)
+            found[first + at] = self._meetings(program, pieces, at)
+        return found
+
+    def _meetings(self, program: int, pieces: _Pieces, at: Int64) -> Int64:
+        """The same for communications of a program. What runs in passes are messages between chunks."""
+        ops, row, piece = self.sample.job.ops, pieces.row[at], pieces.piece[at]
+        kind, tag, group = (column[row].astype(np.int64) for column in (ops.kind, ops.tag, ops.group))
+        _, end = np.unique(np.stack([piece, kind, tag, group]), axis=1, return_inverse=True)
+        turn = occurrences(end.ravel())
+        update = np.array([label == self.sample.update for label in pieces.labels], np.bool_)[piece]
+        message = np.isin(kind, MESSAGES)
+        # A line goes from a chunk to the next one, or back: its tag says from which.
+        bad = np.flatnonzero(~update & (~message | (turn >= EACH) | (tag * EACH >= self.lines)))
+        if len(bad):
+            label = pieces.labels[piece[bad[0]]]
+            raise NotAlike(f"pass {label} meets others than its neighbours, or too often")
+        found = 2 * (tag * EACH + turn)
+        for which in np.flatnonzero(update).tolist():
+            pair = self._pair(program, int(row[which]), int(turn[which]))
+            found[which] = 2 * self.pairs.setdefault(pair, len(self.pairs)) + 1
+        return found
+
+    def _pair(self, program: int, row: int, turn: int) -> object:
+        """What those that meet after all passes have in common."""
+        job, ops = self.sample.job, self.sample.job.ops
+        group = int(ops.group[row])
+        if int(ops.kind[row]) not in MESSAGES:
+            return group, turn
+        if list(self.sample.stand_for).count(program) > 1:
+            raise NotAlike("stages that stand for each other exchange messages after their passes")
+        here = job.programs[program].coordinates.get("pp", 0)
+        ends = here, here + int(ops.peer[row])
+        return group, int(ops.tag[row]), ends if ops.kind[row] == OpKind.SEND else ends[::-1], turn
+
+    # -- all passes ------------------------------------------------------------------------------------------
 
     def _passes(self) -> dict[str, Int64]:
         """The passes of every stage in order, and where the outputs of each stand."""
         sample, slots, found = self.sample, 0, []
-        size = np.array([its[label].slots for its in self.pieces.of for label in its], np.int64)
+        size = self.slots
         offset = np.zeros((self.stages, max(1, len(self.names)), sample.micro_batches), np.int64)
         for stage, (program, order) in enumerate(zip(sample.stand_for, sample.orders, strict=True)):
-            piece, micro_batch, name = self._in_order(self.number_of[program], order)
+            labels, at = self.pieces[program].labels, self.first_piece[program]
+            numbers = {label: number for number, label in enumerate(labels, at)}
+            piece, micro_batch, name = self._in_order(numbers, order)
             base = slots + np.cumsum(size[piece]) - size[piece]
             slots += int(size[piece].sum())
             named = name >= 0
@@ -520,27 +676,30 @@ class _Step:
         does = piece >= 0
         return piece[does], np.append(order.micro_batch, last)[does], name[does]
 
-    def _rendezvous(self, meets: Int64, stretches: int) -> dict[str, Int64]:
+    def _rendezvous(self, meets: Int64, matrix: Int64) -> dict[str, Int64]:
         """What each rendezvous takes at each stage, and how many take part."""
         sample, job = self.sample, self.sample.job
         stands: dict[int, list[int]] = {}
         for stage, program in enumerate(sample.stand_for):
             stands.setdefault(program, []).append(stage)
         first = self.lines * sample.micro_batches
-        takes, members = np.zeros((self.stages, stretches), np.int64), np.full(first + len(self.pairs), 2)
+        takes = np.zeros((self.stages, len(matrix)), np.int64)
+        members = np.full(first + len(self.pairs), 2)
         members[first:] = 0
-        for at, program, row in self.meeting:
+        meeting = np.flatnonzero(matrix == NONE)
+        programs = (np.searchsorted(self.first, meeting, side="right") - 1).tolist()
+        for at, program, row in zip(meeting.tolist(), programs, self.row[meeting].tolist(), strict=True):
             message = int(job.ops.kind[row]) in MESSAGES
-            for stage in stands[program]:
-                takes[stage, at] = self.message_ps(row, stage) if message else self.pieces.device[row]
+            for stage in stands.get(program, ()):
+                takes[stage, at] = self.message_ps(row, stage) if message else self.work.device[row, 0]
             if meets[at] % 2:
-                members[first + meets[at] // 2] += len(stands[program])
+                members[first + meets[at] // 2] += len(stands.get(program, ()))
         places = [job.programs[program].coordinates.get("pp", 0) for program in sample.stand_for]
         shift = 2 * EACH * (np.arange(self.stages) - np.array(places, np.int64))
         return {"takes": takes.ravel(), "members": members, "shift": shift}
 
     def _state(self, tables: Tables) -> StepState:
-        size = np.array([its[label].slots for its in self.pieces.of for label in its], np.int64)
+        size = self.slots
         meets = np.concatenate([[0], np.cumsum(tables.matrix == NONE)])
         arrivals = int((meets[tables.piece_at[1:]] - meets[tables.piece_at[:-1]])[tables.piece].sum())
         count, lanes = len(tables.members), 1 + len(self.sample.job.streams)

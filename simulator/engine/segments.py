@@ -122,7 +122,7 @@ class SegmentKind:
     outputs: tuple[int, ...]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class SegmentSequence:
     """The segments of one program, in order.
 
@@ -130,17 +130,41 @@ class SegmentSequence:
         kind: number of each segment's kind.
         start: int64 [segments + 1], position in the program of its first operation.
         rendezvous: number of each segment's rendezvous; -1 for those that are none.
-        incoming: by segment, (number of the input, edge) of what it waits for, in the order of the makers.
-        outgoing: by segment, (number of the output, edge) of what waits for it.
-        maker: of each edge, the segment and the number of its output.
+        reader: int64 [edges], the segment that waits, ascending; of one that waits for several, in their order.
+        into: int64 [edges], number of its input.
+        made_by: int64 [edges], the segment that is waited for.
+        out: int64 [edges], number of its output.
     """
 
     kind: Int64
     start: Int64
     rendezvous: Int64
-    incoming: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    outgoing: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    maker: list[tuple[int, int]] = field(default_factory=list)
+    reader: Int64
+    into: Int64
+    made_by: Int64
+    out: Int64
+
+    @cached_property
+    def incoming(self) -> dict[int, list[tuple[int, int]]]:
+        """By segment, (number of the input, edge) of what it waits for, in the order of the makers."""
+        return _by_segment(self.reader, self.into)
+
+    @cached_property
+    def outgoing(self) -> dict[int, list[tuple[int, int]]]:
+        """By segment, (number of the output, edge) of what waits for it."""
+        return _by_segment(self.made_by, self.out)
+
+    @cached_property
+    def maker(self) -> list[tuple[int, int]]:
+        """Of each edge, the segment and the number of its output."""
+        return list(zip(self.made_by.tolist(), self.out.tolist(), strict=True))
+
+
+def _by_segment(segment: Int64, port: Int64) -> dict[int, list[tuple[int, int]]]:
+    found: dict[int, list[tuple[int, int]]] = {}
+    for edge, (its, number) in enumerate(zip(segment.tolist(), port.tolist(), strict=True)):
+        found.setdefault(its, []).append((number, edge))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -190,7 +214,7 @@ def cut(job: JobGraph) -> SegmentedJob | None:
     cuts = [_cut(job, number, edges, its >= 0) for number, its in enumerate(key_of)]
     # Segments of the same rows are of one kind: its number says which rows, and whether they are a rendezvous.
     rows = len(job.ops) + 1
-    meets = [np.isin(np.arange(len(c.begin)), c.met) for c in cuts]
+    meets = [np.bincount(c.met, minlength=len(c.begin)) > 0 for c in cuts]
     names = np.concatenate(
         [(c.begin * rows + c.lengths) * 2 + met for c, met in zip(cuts, meets, strict=True)]
         or [np.zeros(0, np.int64)]
@@ -203,23 +227,28 @@ def cut(job: JobGraph) -> SegmentedJob | None:
     rendezvous, members = _meet(job, cuts, key_of)
     outer = [_outer(job, c) for c in cuts]
     ends = [(c, o, kind[f:]) for c, o, f in zip(cuts, outer, first, strict=False)]
-    inputs = _slots(len(name), [(k[c.segment(a)], a - c.start[c.segment(a)]) for c, (_, a), k in ends])
-    outputs = _slots(len(name), [(k[c.segment(b)], b - c.start[c.segment(b)]) for c, (b, _), k in ends])
+    longest = rows  # no segment has as many operations
+    inputs = _Ports(longest, len(name), [(k[c.segment(a)], a - c.start[c.segment(a)]) for c, (_, a), k in ends])
+    outputs = _Ports(longest, len(name), [(k[c.segment(b)], b - c.start[c.segment(b)]) for c, (b, _), k in ends])
     kinds = tuple(
         SegmentKind(
             rows=range(begin := int(n) // 2 // rows, begin + (length := int(n) // 2 % rows)),
             rendezvous=bool(n % 2),
             waits=tuple(tuple(inner.get((number, op), ())) for op in range(length)),
-            inputs=tuple(inputs[number]),
-            outputs=tuple(outputs[number]),
+            inputs=inputs.of[number],
+            outputs=outputs.of[number],
         )
         for number, n in enumerate(name.tolist())
     )
-    sequences = []
-    for (c, (before, after), k), met in zip(ends, rendezvous, strict=True):
-        sequence = SegmentSequence(kind=k[: len(c.begin)], start=c.start, rendezvous=met)
-        _connect(sequence, c, before, after, kinds)
-        sequences.append(sequence)
+    sequences = [
+        SegmentSequence(
+            kind=k[: len(c.begin)], start=c.start, rendezvous=met, reader=c.segment(after), into=into,
+            made_by=c.segment(before), out=out,
+        )
+        for (c, (before, after), k), met, into, out in zip(
+            ends, rendezvous, inputs.numbers, outputs.numbers, strict=True
+        )
+    ]  # fmt: skip
     return SegmentedJob(job=job, kinds=kinds, sequences=tuple(sequences), members=members)
 
 
@@ -298,13 +327,28 @@ def _outer(job: JobGraph, c: _Cut) -> tuple[Int64, Int64]:
     return before[kept], after[kept]
 
 
-def _slots(kinds: int, places: list[tuple[Int64, Int64]]) -> list[list[int]]:
-    """The distinct operations that edges touch in each kind of segment, ascending."""
-    touched: list[set[int]] = [set() for _ in range(kinds)]
-    for kind, offset in places:
-        for number, op in set(zip(kind.tolist(), offset.tolist(), strict=True)):
-            touched[number].add(op)
-    return [sorted(ops) for ops in touched]
+class _Ports:
+    """The operations of each kind of segment that edges touch, numbered from 0, ascending.
+
+    Args:
+        most: more than the operations of any segment.
+        kinds: how many kinds.
+        places: of each program, kind and operation of every edge.
+
+    Attributes:
+        of: of each kind, these operations.
+        numbers: of each program, the number of every edge's operation.
+    """
+
+    def __init__(self, most: int, kinds: int, places: list[tuple[Int64, Int64]]) -> None:
+        keys = [kind * most + op for kind, op in places]
+        known = np.unique(np.concatenate([*keys, np.zeros(0, np.int64)]))
+        first = np.searchsorted(known, np.arange(kinds + 1) * most)
+        ops, bounds = (known % most).tolist(), first.tolist()
+        self.of = [tuple(ops[low:high]) for low, high in pairwise(bounds)]
+        self.numbers = [
+            np.searchsorted(known, key) - first[kind] for key, (kind, _) in zip(keys, places, strict=True)
+        ]
 
 
 def _meet(job: JobGraph, cuts: list[_Cut], key_of: list[Int64]) -> tuple[list[Int64], tuple[int, ...]]:
@@ -319,25 +363,6 @@ def _meet(job: JobGraph, cuts: list[_Cut], key_of: list[Int64]) -> tuple[list[In
     for its, c, low, high in zip(rendezvous, cuts, bounds[:-1], bounds[1:], strict=True):
         its[c.met] = numbers[low:high]
     return rendezvous, tuple(np.bincount(numbers).tolist())
-
-
-def _connect(
-    sequence: SegmentSequence, c: _Cut, before: Int64, after: Int64, kinds: tuple[SegmentKind, ...]
-) -> None:
-    maker, reader = c.segment(before), c.segment(after)
-    rows = (maker, before - c.start[maker], reader, after - c.start[reader])
-    kind = sequence.kind.tolist()
-    outputs = {number: _places(kinds[number].outputs) for number in {kind[its] for its in rows[0].tolist()}}
-    inputs = {number: _places(kinds[number].inputs) for number in {kind[its] for its in rows[2].tolist()}}
-    for edge, (its, out_port, segment, in_port) in enumerate(zip(*(row.tolist() for row in rows), strict=True)):
-        out, into = outputs[kind[its]][out_port], inputs[kind[segment]][in_port]
-        sequence.incoming.setdefault(segment, []).append((into, edge))
-        sequence.outgoing.setdefault(its, []).append((out, edge))
-        sequence.maker.append((its, out))
-
-
-def _places(ops: tuple[int, ...]) -> dict[int, int]:
-    return {op: place for place, op in enumerate(ops)}
 
 
 # -- transfer matrices --------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ import numpy as np
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
-from echograph.ir.columns import NONE
+from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import Axis, JobGraph, StepGraph, kept
 from echograph.ir.passes.model import adds_up, axes_group, final_gradients
 from echograph.ir.passes.pipeline.placement import (
@@ -53,6 +53,7 @@ from echograph.ir.passes.pipeline.schedules import (
     order,
 )
 from echograph.ir.passes.rewrite import UPDATE, Call, PassLabel, accumulate, empty_copy, in_micro_batch
+from echograph.ir.structure import Sized
 from echograph.ir.types import Tensor, TensorRole
 
 BlockInstance = tuple[int, int]
@@ -483,6 +484,7 @@ class Chunk:
         shapes: shapes of what is shorter on one stage than in the step, by id.
         siblings: the other chunks of the stage.
         handed: ids of what the chunk is given by neighbours on its own stage.
+        like: for rows that the pass adds, the row of the step whose shape they have.
         written: rows of all operations of the block.
         first_id: the id in the job of the block's first tensor, once all blocks are known.
         first_op_id: the same of its first operation.
@@ -504,6 +506,7 @@ class Chunk:
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     siblings: list[Chunk] = field(default_factory=list)
     handed: frozenset[int] = field(init=False)
+    like: dict[int, int] = field(default_factory=dict)
     written: range = range(0)
     first_id: int = 0
     first_op_id: int = 0
@@ -659,7 +662,7 @@ class Chunk:
         tag = 2 * self.plan.placement.chunks + sorted(self.plan.shared).index(gradient)
         about = value.nbytes, other, tag, "shared_gradient", t.Phase.OPTIMIZER, t.Payload.GRADIENT
         theirs = builder.tensor(f"{value.name}.of_{other}", value.shape, value.dtype, t.TensorRole.ACTIVATION)
-        self.own[theirs] = len(self.own)
+        self.own[theirs], self.like[theirs] = len(self.own), gradient
         send, recv = self.links.send(share, *about), self.links.receive(theirs, *about)
         add = builder.compute(
             "aten.add_",
@@ -684,7 +687,7 @@ class Chunk:
         share, value = self.tensor(tensor), self.value(tensor)
         about = value, plan.group, what, t.Phase.OPTIMIZER, t.Payload.OTHER
         total = self.builder.tensor(value.name, value.shape, value.dtype, value.role, alias_of=share)
-        self.own[total] = len(self.own)
+        self.own[total], self.like[total] = len(self.own), plan.graph.locate_tensor(tensor)[2]
         reduced = self.links.all_reduce(share, *about, total)
         return [reduced, self.links.wait([reduced], t.Phase.OPTIMIZER)]
 
@@ -878,11 +881,18 @@ class StagesAlike:
         job: a program for each of them, ascending.
         labels: for each program, the pass that each of its calls is of; `UPDATE` for the optimizer's.
         stand_for: for every stage of the pipeline, the stage that stands for it.
+        sized: the job for any step of the same structure; None where that is not known.
     """
 
     job: JobGraph
     labels: list[list[PassLabel]]
     stand_for: tuple[int, ...]
+    sized: Sized | None
+
+    def of_step(self, step: StepGraph) -> StagesAlike:
+        """The same of another step of the structure of the one that it was made of (`ir.structure`)."""
+        assert self.sized is not None
+        return replace(self, job=self.sized.of_graph(step))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -962,7 +972,11 @@ class Pipeline:
             labelled = replace(self, micro_batches=count)._calls(plan, builder, own, actions)
             self._program(builder, stage, [call for _, call in labelled])
             labels.append([label for label, _ in labelled])
-        return StagesAlike(job=builder.build(JobGraph, whole=False), labels=labels, stand_for=tuple(chosen))
+        job = builder.build(JobGraph, whole=False)
+        counted = np.zeros(len(job.tensors), np.bool_)
+        counted[[chunk.rows[tensor] for chunk in chunks for tensor in chunk.shapes]] = True
+        sized = Sized.of(graph, job, *_origins(plan, job, chunks), counted=counted)
+        return StagesAlike(job=job, labels=labels, stand_for=tuple(chosen), sized=sized)
 
     @property
     def where(self) -> ChunkOrder:
@@ -1097,6 +1111,22 @@ def _write(plan: PipelineContext, builder: GraphBuilder, stages: Container[int])
         chunk.siblings += (c for c in chunks if c.stage == chunk.stage and c is not chunk)
     _bind(plan, builder, chunks)
     return chunks
+
+
+def _origins(plan: PipelineContext, job: JobGraph, chunks: list[Chunk]) -> tuple[Int64, Int64]:
+    """Of every tensor and operation of the job the one of the step that it is, or is made for; -1 where none."""
+    tensors, ops = np.full(len(job.tensors), NONE), np.full(len(job.ops), NONE)
+    for made in plan.layers.blocks:
+        block = job.blocks[made.number]
+        its = plan.graph.blocks[made.block].tensors
+        tensors[block.tensors.start : block.tensors.stop] = np.arange(its.start, its.stop)
+        ops[block.ops.start : block.ops.stop] = list(made.places)
+    for chunk in chunks:
+        for identity, row in chunk.rows.items():
+            tensors[row] = plan.graph.locate_tensor(identity)[2]
+        tensors[list(chunk.like)] = list(chunk.like.values())
+        ops[list(chunk.ops.values())] = list(chunk.ops)
+    return tensors, ops
 
 
 def _bind(plan: PipelineContext, builder: GraphBuilder, chunks: list[Chunk]) -> None:

@@ -165,6 +165,8 @@ def _sizes(
     say: Progress,
 ) -> dict[str, tuple[Any, str]]:
     """What else is asked about sizes: the record and the text of each, by their words in a result."""
+    if not (asked.days or fits):
+        return {}
     from echograph.workflow.search.sizing import gpus_needed, of_plan, what_fits
 
     found: dict[str, tuple[Any, str]] = {}

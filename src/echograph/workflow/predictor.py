@@ -8,22 +8,23 @@ size and placement are timed once for all plans. What of a job cannot be put tog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any, TypeVar
 
 from echograph.errors import EchoError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.base import Pass, pass_text, run, split_at_job
-from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.data_parallel import DataParallel, ReplicasAlike
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.mesh import MeshOrder
 from echograph.ir.passes.model import MICRO_BATCH_AXES
 from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, StagesAlike
 from echograph.ir.passes.pipeline.schedules import order
-from echograph.ir.passes.rewrite import UPDATE
+from echograph.ir.passes.rewrite import UPDATE, PassLabel
+from echograph.ir.structure import structure
 from echograph.profiler.costs.estimate import Known
 from echograph.simulator.durations import NetworkModel, message_ps
 from echograph.simulator.engine import composed
@@ -36,7 +37,7 @@ from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
 
 
-@cache
+@lru_cache(1024)
 def _order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int) -> composed.PassOrder:
     return composed.PassOrder.of(order(schedule, stage, stages, micro_batches, chunks))
 
@@ -77,8 +78,11 @@ class Predictor:
         self.scenario = scenario or Scenario()
         self._steps: dict[tuple[str, ...], StepGraph] = {}
         self._stages: dict[tuple[str, ...], StagesAlike] = {}
+        self._structures: dict[Hashable, StagesAlike] = {}
+        self._replicas: dict[Hashable, tuple[ReplicasAlike, ...]] = {}
         self._network = NetworkModel(system.cluster)
         self._costs: Known = {}
+        self._cuts: composed.KnownCuts = {}
 
     def predict(self, plan: Plan, *, memory: bool = True, interval: bool = True) -> Result:
         """Predicts one step under a plan.
@@ -148,7 +152,8 @@ class Predictor:
                 sent[key] = message_ps(job, self._network, row, program)
             return sent[key]
 
-        picoseconds = composed.step_ps(replace(sample, job=job), times.picoseconds, roles.issue, message)
+        whole = replace(sample, job=job)
+        picoseconds = composed.step_ps(whole, times.picoseconds, roles.issue, message, self._cuts)
         return self._result(plan, job, stack, picoseconds, sample.micro_batches)
 
     def _sample(self, step: StepGraph, rest: Sequence[Pass]) -> composed.Sample:
@@ -161,7 +166,7 @@ class Predictor:
         first, *others = rest
         if isinstance(first, Pipeline) and others and isinstance(data := others.pop(0), DataParallel | FullyShard):
             alike = self._alike(step, first)
-            job, labels = data.labelled(alike.job, alike.labels)
+            job, labels = self._replicated(alike, _like(step, first), data)
             places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
             count, chunks = first.micro_batches, first.chunks
             orders = [_order(first.schedule, stage, first.stages, count, chunks) for stage in range(first.stages)]
@@ -198,10 +203,35 @@ class Predictor:
         if pipeline.where.turns:
             raise composed.NotAlike("chunks turn back at the last stage")
         pipeline.check(step)
-        count = min(pipeline.micro_batches, DISTINCT_MICRO_BATCHES)
-        key = (*step.passes, pass_text(replace(pipeline, micro_batches=count)))
-        found = self._stages.get(key)
-        return _keep(self._stages, key, pipeline.alike(step)) if found is None else found
+        like = _like(step, pipeline)
+        key = (*step.passes, like[1])
+        if (known := self._stages.get(key)) is not None:
+            return known
+        before = self._structures.get(like)
+        if before is not None:
+            return _keep(self._stages, key, before.of_step(step))
+        found = pipeline.alike(step)
+        if found.sized is not None:
+            _keep(self._structures, like, found)
+        return _keep(self._stages, key, found)
+
+    def _replicated(
+        self, alike: StagesAlike, like: tuple[Hashable, str], data: DataParallel | FullyShard
+    ) -> tuple[JobGraph, list[list[PassLabel]]]:
+        """The stages of a pipeline over data-parallel ranks, with what their calls are of."""
+        if alike.sized is None or isinstance(data, FullyShard) or data.instances > 1:
+            return data.labelled(alike.job, alike.labels)
+        # Another number of ranks changes sizes alone, but one, which has nothing to share.
+        options = pass_text(replace(data, replicas=min(data.replicas, 2)))
+        key = (*like, options)
+        before = self._replicas.get(key, ())
+        for known in before:
+            if (job := known.of_graph(alike.job, data)) is not None:
+                return job, known.labels
+        found = data.alike(alike.job, alike.labels)
+        if found.sized is not None:
+            _keep(self._replicas, key, (*before, found))
+        return found.job, found.labels
 
     def _result(self, plan: Plan, job: JobGraph, stack: str, step_ps: int, micro_batches: int) -> Result:
         replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
@@ -222,12 +252,19 @@ class Predictor:
         )
 
 
-MOST_KEPT = 128
+def _like(step: StepGraph, pipeline: Pipeline) -> tuple[Hashable, str]:
+    """What the stages of a pipeline depend on but for their sizes."""
+    count = min(pipeline.micro_batches, DISTINCT_MICRO_BATCHES)
+    return structure(step), pass_text(replace(pipeline, micro_batches=count))
+
+
+MOST_KEPT = 256
 """Graphs of one kind that a predictor keeps: some hundred kilobytes each."""
+Key = TypeVar("Key")
 Kept = TypeVar("Kept")
 
 
-def _keep(known: dict[tuple[str, ...], Kept], key: tuple[str, ...], value: Kept) -> Kept:
+def _keep(known: dict[Key, Kept], key: Key, value: Kept) -> Kept:
     """Keeps a graph, in place of the one that was kept first where there are many."""
     if len(known) >= MOST_KEPT:
         del known[next(iter(known))]

@@ -9,14 +9,15 @@ from __future__ import annotations
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from echograph.errors import SimulationError, UnknownNameError, UsageError
 from echograph.options import option
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ProcessPoolExecutor
 
 Point = TypeVar("Point")
 Answer = TypeVar("Answer")
@@ -100,12 +101,17 @@ class _Processes:
         return len(self.points)
 
     def give(self, point: Any) -> None:
+        from concurrent.futures.process import BrokenProcessPool
+
         try:
             self.points[self.pool.submit(_answered, point)] = point
         except BrokenProcessPool:
             raise _lost() from None
 
     def take(self, timeout_s: float | None = None) -> list[tuple[Any, Any]]:
+        from concurrent.futures import FIRST_COMPLETED, wait
+        from concurrent.futures.process import BrokenProcessPool
+
         done, _ = wait(self.points, timeout_s, FIRST_COMPLETED)
         try:
             return [(self.points.pop(future), future.result()) for future in done]
@@ -164,6 +170,8 @@ def workers(make: Make, options: WorkerOptions = HERE, most: int = 1_000_000) ->
     if jobs <= 1:
         yield _Here(make)
         return
+    from concurrent.futures import ProcessPoolExecutor
+
     pool = ProcessPoolExecutor(jobs, initializer=_begin, initargs=(make,))
     at = _Processes(pool, jobs)
     try:
