@@ -32,6 +32,7 @@ from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.checks import one_rank
 from echograph.frontend.scripts.host_work import compiled
+from echograph.frontend.scripts.places import mark, put_there
 from echograph.frontend.scripts.recorder import ScriptRecorder
 from echograph.frontend.scripts.saved import Saved, headers_alone
 from echograph.frontend.scripts.values import line_of_script
@@ -341,6 +342,7 @@ def _loading(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable
     """Runs a data set as it is, with values, and makes what it gives the inputs of a step."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        before = put_there()
         with recorder.pausing(), _disable_current_modes():
             batch = function(*args, **kwargs)
         tensors = [part for part in tree_leaves(batch) if isinstance(part, Tensor) and part.dim()]
@@ -348,9 +350,17 @@ def _loading(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable
             recorder.handed_over(len(tensors))
         if tensors:
             recorder.loaded = frozenset(int(tensor.shape[0]) for tensor in tensors), line_of_script()
-        return tree_map(partial(given, recorder.fake), batch)
+        return tree_map(partial(_given, recorder, put_there() > before), batch)
 
     return run
+
+
+def _given(recorder: ScriptRecorder, gpu: bool, part: Any) -> Any:
+    """Of what a loader gives: a tensor without data, on the GPU if the data set puts its samples there."""
+    made = given(recorder.fake, part)
+    if made is not part and gpu:
+        mark(made)
+    return made
 
 
 def converted_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
