@@ -42,15 +42,15 @@ class Stranger:
 
 
 _SHORT = (
-    "--training.mixed_precision_param", "float32", "--training.seq_len", "64", "--training.steps", "6",
+    "--training.mixed_precision_param", "float32", "--training.steps", "6",
     "--profiling.no-enable_profiling", "--metrics.no-enable_tensorboard", "--checkpoint.no-enable",
 )  # fmt: skip
 
 
-def _torchtitan(*options: str, model: str = "llama3", batch: int = 1) -> Stranger:
+def _torchtitan(*options: str, model: str = "llama3", batch: int = 1, length: int = 64) -> Stranger:
     """torchtitan's debug model under a plan."""
     config = ("--job.config_file", f"torchtitan/models/{model}/train_configs/debug_model.toml")
-    sizes = ("--training.local_batch_size", str(batch))
+    sizes = ("--training.local_batch_size", str(batch), "--training.seq_len", str(length))
     return Stranger(
         folder="torchtitan",
         module="torchtitan.train",
@@ -93,7 +93,8 @@ STRANGERS = {
     ),
     "torchtitan debug model, TP 2": _torchtitan("--parallelism.tensor_parallel_degree", "2"),
     "torchtitan debug model, TP 4": _torchtitan("--parallelism.tensor_parallel_degree", "4"),
-    "torchtitan debug model, CP 4": _torchtitan("--parallelism.context_parallel_degree", "4"),
+    # The kernel of attention in fp32 has parts of 32 positions, of which each rank has two.
+    "torchtitan debug model, CP 4": _torchtitan("--parallelism.context_parallel_degree", "4", length=256),
     # Tokens go to all experts alike, as a capture takes it.
     "torchtitan DeepSeek-V3 debug model, EP 4": _torchtitan(
         "--parallelism.expert_parallel_degree", "4", "--activation_checkpoint.mode", "none",
