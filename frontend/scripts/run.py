@@ -276,6 +276,20 @@ def _as_main(script: Script, arguments: Sequence[str]) -> Iterator[None]:
     finally:
         sys.argv, sys.path[:], sys.excepthook = argv, path, hook
         os.chdir(here)
-        for name in sys.modules.keys() - before:
-            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
-                del sys.modules[name]
+        roots = (Path(folder), here) if script.module else (Path(folder),)
+        # A package without a file asks its parent where it lies: all are asked before any is gone.
+        for name in [name for name in sys.modules.keys() - before if _is_of(sys.modules[name], roots)]:
+            del sys.modules[name]
+
+
+def _is_of(module: Any, roots: Sequence[Path]) -> bool:
+    """Whether a module lies in some folders, and is not installed there; one without a file has folders itself."""
+    with suppress(TypeError, ValueError, AttributeError):  # a stand-in, or what a script puts there
+        named = getattr(module, "__file__", None)
+        places = [Path(named)] if named else [Path(place) for place in getattr(module, "__path__", ())]
+        return any(
+            place.is_relative_to(root) and "site-packages" not in place.relative_to(root).parts
+            for place in places
+            for root in roots
+        )
+    return False

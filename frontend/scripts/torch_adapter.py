@@ -207,6 +207,8 @@ class TorchAdapter(Adapter):
             runtime = importlib.import_module("torch.distributed.fsdp._runtime_utils")
             enter(patched(runtime, "_reduce_grad", lambda f: _carrying(recorder, "gradient", f)))
             enter(patched(runtime, "_unshard", lambda f: _gathering(recorder, f)))
+            norms = importlib.import_module("torch.nn.modules._functions")
+            enter(patched(norms.SyncBatchNorm, "forward", _of_full_batches))
             enter(self._stages.installed(recorder))
             groups = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
             group = importlib.import_module(groups)
@@ -458,6 +460,16 @@ def _fully_sharded(recorder: ScriptRecorder, world: World, original: Callable[..
 def _same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors share memory, which FSDP asks by addresses: fake tensors have none."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _of_full_batches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Batch normalisation over ranks each of which has samples: it looks for those without, but in a CUDA graph."""
+
+    def forward(*args: Any) -> Any:
+        with replaced(torch.cuda, "is_current_stream_capturing", lambda: True):
+            return original(*args)
+
+    return forward
 
 
 def _all_reduce_hook(recorder: ScriptRecorder, group: Any) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from echograph.errors import CaptureError, UsageError
+from echograph.frontend.scripts import mpi
 from echograph.frontend.scripts.adapter import patched, replaced
 
 MAX_SIZE = 1 << 17
@@ -83,6 +84,7 @@ class World:
         try:
             with ExitStack() as stack:
                 enter = stack.enter_context
+                enter(mpi.present(self.rank, self.size))
                 enter(patched(distributed_c10d, "rendezvous", self._rendezvous))
                 asked: dict[Any, str] = {}
                 enter(patched(distributed_c10d, "_new_process_group_helper", partial(self._fake_group, asked)))
