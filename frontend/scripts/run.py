@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -139,7 +141,9 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter(plain_attention_masks())
         enter(recorder.hooked())
         enter(adapter.installed(world, recorder))
-        _run(script, recorder)
+        started: list[tuple[Any, Callable[[], Any]]] = []
+        enter(patched(BaseProcess, "start", lambda f: _writing_down(started, f)))
+        _run(script, recorder, started, world.local_rank)
         meshes = list(map(dict, adapter.meshes(world)))
     return ScriptRun(world=world, recorder=recorder, meshes=meshes)
 
@@ -186,7 +190,38 @@ def _children_end_here() -> Iterator[None]:
             os._exit(failed)
 
 
-def _run(script: Script, recorder: ScriptRecorder) -> None:
+def _writing_down(
+    started: list[tuple[Any, Callable[[], Any]]], original: Callable[[Any], None]
+) -> Callable[[Any], None]:
+    """`Process.start` that writes down what is started, of this process alone."""
+    here = os.getpid()
+
+    def start(process: Any) -> None:
+        if os.getpid() == here:
+            # What it is to do is forgotten where it is started.
+            target = getattr(process, "_target", None)
+            own = process.run if target is None else partial(target, *process._args, **process._kwargs)
+            started.append((process, own))
+        original(process)
+
+    return start
+
+
+def _as_one_of(started: Sequence[tuple[Any, Callable[[], Any]]], local_rank: int) -> None:
+    """Does what one of the processes was started for, which a script started for its ranks and left the steps to."""
+    for process, _ in started:
+        with suppress(ValueError):  # closed
+            process.kill()
+    _, work = started[local_rank if local_rank < len(started) else 0]
+    work()
+
+
+def _run(
+    script: Script,
+    recorder: ScriptRecorder,
+    started: Sequence[tuple[Any, Callable[[], Any]]],
+    local_rank: int,
+) -> None:
     status: object = 0
     try:
         with recorder, _children_end_here():
@@ -194,6 +229,8 @@ def _run(script: Script, recorder: ScriptRecorder) -> None:
                 runpy.run_module(script.module, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(str(script.path), run_name="__main__")
+            if started and not recorder.steps:
+                _as_one_of(started, local_rank)
     except StepRecorded:
         return
     except CaptureError as error:

@@ -125,10 +125,13 @@ class World:
 
     def _rendezvous(self, original: Any) -> Any:
         del original
+        here = os.getpid()
 
         def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
+            if os.getpid() != here:
+                os._exit(0)  # a rank of its own, which the script forked: it is not this one
             if world_size not in (-1, self.size) or rank not in (-1, self.rank):
                 raise CaptureError(
                     f"the script starts its process group as rank {rank} of {world_size}, and is run as rank "
