@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 import threading
 import traceback
@@ -123,6 +124,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(_as_main(script, adapter.launched(script.path, script.arguments, world)))
+        enter(_settings_kept())
         enter(world.entered())
         enter(_algorithms_of_its_own())
         mode = enter(fake_mode())
@@ -317,6 +319,28 @@ def _as_main(script: Script, arguments: Sequence[str]) -> Iterator[None]:
         # A package without a file asks its parent where it lies: all are asked before any is gone.
         for name in [name for name in sys.modules.keys() - before if _is_of(sys.modules[name], roots)]:
             del sys.modules[name]
+
+
+@contextmanager
+def _settings_kept() -> Iterator[None]:
+    """Puts back what a script sets for the whole process: the next rank begins as this one did."""
+    limit, dtype, grad = sys.getrecursionlimit(), torch.get_default_dtype(), torch.is_grad_enabled()
+    precision = torch.get_float32_matmul_precision()
+    deterministic, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad)
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        for number, handler in handlers.items():
+            # None: no handler of Python's; signals are the main thread's.
+            if handler is not None and signal.getsignal(number) is not handler:
+                with suppress(ValueError):
+                    signal.signal(number, handler)
 
 
 def _is_of(module: Any, roots: Sequence[Path]) -> bool:
