@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.context
 import os
 import runpy
 import signal
@@ -145,6 +146,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter(adapter.installed(world, recorder))
         started: list[tuple[Any, Callable[[], Any]]] = []
         enter(patched(BaseProcess, "start", lambda f: _writing_down(started, f)))
+        enter(_forked())
         _run(script, recorder, started, world.local_rank)
         meshes = list(map(dict, adapter.meshes(world)))
     return ScriptRun(world=world, recorder=recorder, meshes=meshes)
@@ -203,10 +205,25 @@ def _writing_down(
             # What it is to do is forgotten where it is started.
             target = getattr(process, "_target", None)
             own = process.run if target is None else partial(target, *process._args, **process._kwargs)
-            started.append((process, own))
+            if not getattr(target, "__module__", "").startswith("multiprocessing"):  # a manager of shared objects
+                started.append((process, own))
         original(process)
 
     return start
+
+
+@contextmanager
+def _forked() -> Iterator[None]:
+    """Processes of the script are forked, however it wants them: a fresh one would find no GPU and no stand-ins."""
+    kinds: dict[str, Any] = vars(multiprocessing.context)["_concrete_contexts"]
+    before, chosen = dict(kinds), multiprocessing.get_start_method(allow_none=True)
+    if "fork" in kinds:
+        kinds.update(dict.fromkeys(kinds, kinds["fork"]))
+    try:
+        yield
+    finally:
+        kinds.update(before)
+        multiprocessing.set_start_method(chosen, force=True)
 
 
 def _as_one_of(started: Sequence[tuple[Any, Callable[[], Any]]], local_rank: int) -> None:

@@ -92,6 +92,9 @@ def work(rank, size):
     model = torch.nn.Linear(4, 4).cuda(rank)
 """ + STEPS.format(given="torch.ones(2, 4, device='cuda')").replace("\n", "\n    ") + """
 if __name__ == "__main__":
+    if "spawn" in sys.argv:
+        mp.set_start_method("spawn")
+        assert mp.Manager().dict() is not None
     started = [mp.Process(target=work, args=(rank, 4)) for rank in range(4)]
     for one in started:
         one.start()
@@ -101,7 +104,7 @@ if __name__ == "__main__":
 """  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", [(), ("join",)])
+@pytest.mark.parametrize("arguments", [(), ("join",), ("spawn",)])
 def test_a_script_that_starts_a_process_for_each_rank_is_captured_as_one_of_them(
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
