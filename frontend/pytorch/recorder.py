@@ -235,7 +235,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _backward_annotations(self, node: Node) -> dict[str, Any]:
         current = torch._C._current_autograd_node()
-        recomputes = current is not None and (self._stack or torch.is_grad_enabled())
+        recomputes = current is not None and (bool(self._stack) or torch.is_grad_enabled())
         forward = None if current is None else self._numbered(current._sequence_nr(), recomputes)
         link = {} if forward is None else {FORWARD_NODE: forward.name}
         if recomputes:

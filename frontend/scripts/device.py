@@ -118,19 +118,19 @@ def remedy(error: BaseException) -> str:
 def _of_package(error: ImportError, name: str) -> str:
     """What to do where a package is not there, or is another version than the script is written for."""
     package = name.partition(".")[0]
-    with suppress(ValueError):  # a stand-in without a place
+    try:
         found = find_spec(package)
-        if found is not None and found.origin is not None:
-            with suppress(PackageNotFoundError):
-                here = f"{package} {version(package)}"
-                return f"{here} is installed, which has no such name: install the version that the script is written for"
-            return "" if not isinstance(error, ModuleNotFoundError) else f"{package} is here, and has no such module"
+    except ValueError:  # a stand-in
+        found = None
+    if found is not None and found.origin is not None:
+        with suppress(PackageNotFoundError):
+            return f"{package} {version(package)} has no such name: install the version that the script is written for"
+        return ""
     if not isinstance(error, ModuleNotFoundError):
         return ""
-    if package in _FOR_GPUS:
-        return _NEEDS_GPU
-    # Several distributions may have parts of a package without a place of its own.
-    return f"install {name if found is not None else package} beside echograph"
+    # Of a package without a place of its own, several distributions have parts.
+    part = package if found is None else name
+    return _NEEDS_GPU if package in _FOR_GPUS else f"install {part} beside echograph"
 
 
 def answers(world: World) -> Iterator[AbstractContextManager[None]]:

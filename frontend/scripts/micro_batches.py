@@ -1,9 +1,10 @@
 """Whose micro-batch each operation of a step is, where nobody said it: told from what each backward pass is of.
 
 A new micro-batch begins with a forward pass that follows a backward pass, unless forward passes wait for their
-backward passes, as in the schedules of pipelines: there a stage runs two forward passes in a row. A backward pass is
-of the forward operations that it differentiates; passes that differentiate the same ones (of two losses, or of inputs
-and weights apart) are of one micro-batch. What is of no backward pass goes with what it reads, else with what follows.
+backward passes, as in the schedules of pipelines: there a stage runs two forward passes in a row. A backward pass
+is of the forward operations that it differentiates; passes that differentiate the same ones (of two losses, or of
+inputs and weights apart) are of one micro-batch. What is of no backward pass goes with what it reads, else with
+what follows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BACKWARD_PASS = "backward_pass"
 
 
 def micro_batches(graph: Graph) -> dict[Node, int]:
-    """The micro-batch of each operation of a step, but those of the optimizer, counted in the forward passes' order.
+    """The micro-batch of each operation of a step but the optimizer's, counted in the order of forward passes.
 
     Args:
         graph: of a step, with the forward operation of each backward one and `BACKWARD_PASS`.
@@ -50,9 +51,8 @@ def _of_weights(graph: Graph) -> set[Node]:
     found: set[Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if node.op == "placeholder" and node.meta.get(ROLE) == PARAMETER:
-            found.add(node)
-        elif node.op == "call_function" and inputs and all(given in found for given in inputs):
+        parameter = node.op == "placeholder" and node.meta.get(ROLE) == PARAMETER
+        if parameter or (node.op == "call_function" and inputs and all(given in found for given in inputs)):
             found.add(node)
     return found
 
@@ -63,9 +63,10 @@ def _passes_of(calls: list[Node], weights: set[Node]) -> dict[Node, set[int]]:
     found: dict[Node, set[int]] = {}
     for node in calls:
         forward = named.get(node.meta.get(FORWARD_NODE, ""))
-        if BACKWARD_PASS in node.meta and forward is not None and not is_allocation(forward):
-            if BACKWARD_PASS not in forward.meta and forward not in weights:
-                found.setdefault(forward, set()).add(node.meta[BACKWARD_PASS])
+        if BACKWARD_PASS not in node.meta or forward is None or is_allocation(forward):
+            continue
+        if BACKWARD_PASS not in forward.meta and forward not in weights:
+            found.setdefault(forward, set()).add(node.meta[BACKWARD_PASS])
     return found
 
 

@@ -28,11 +28,11 @@ class Communicator:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def Get_rank(self) -> int:  # noqa: N802 mpi4py's name
+    def Get_rank(self) -> int:
         """The rank."""
         return self.rank
 
-    def Get_size(self) -> int:  # noqa: N802 mpi4py's name
+    def Get_size(self) -> int:
         """How many ranks there are."""
         return self.size
 
@@ -84,8 +84,8 @@ def present(rank: int, size: int) -> Iterator[None]:
     package, mpi = (ModuleType(name) for name in _NAMES)
     for module in (package, mpi):
         module.__spec__ = ModuleSpec(module.__name__, None, is_package=True)
-    contents = {"COMM_WORLD": Communicator(rank, size), "COMM_SELF": Communicator(0, 1)}
-    contents |= {op: op for op in ("SUM", "MAX", "MIN", "LAND", "LOR")}  # type: ignore[dict-item]
+    contents: dict[str, Any] = {"COMM_WORLD": Communicator(rank, size), "COMM_SELF": Communicator(0, 1)}
+    contents |= {op: op for op in ("SUM", "MAX", "MIN", "LAND", "LOR")}
     vars(mpi).update(contents, Is_initialized=lambda: True, Init=lambda: None, Finalize=lambda: None)
     vars(package).update(MPI=mpi, __path__=[])
     sys.modules |= dict(zip(_NAMES, (package, mpi), strict=True))

@@ -136,8 +136,8 @@ class CaptureProcess:
             return os.waitpid(self._child, 0)[1]
         where = _innermost(self._script.path, self._folder / _HANGS)
         raise CaptureError(
-            f"{where} runs for more than {self._timeout_s:g} s: give a longer --timeout, or a smaller job that makes "
-            f"{self._script.step} training steps sooner"
+            f"{where} runs for more than {self._timeout_s:g} s: give a longer --timeout, or a smaller job that "
+            f"makes {self._script.step} training steps sooner"
         )
 
     def _capture(self, say: Progress) -> Imported:
@@ -181,7 +181,9 @@ def _innermost(script: Path, trace: Path) -> str:
     """The line of a script's own that runs, of what `faulthandler` wrote: innermost frames first."""
     folder = str(script.resolve().parent)
     frames = re.findall(r'File "(.*)", line (\d+)', trace.read_text(encoding="utf-8") if trace.exists() else "")
-    own = [(Path(file).name, line) for file, line in frames if file.startswith(folder) and "site-packages" not in file]
+    own = [
+        (Path(file).name, line) for file, line in frames if file.startswith(folder) and "site-packages" not in file
+    ]
     return ":".join(own[0]) if own else script.name
 
 

@@ -26,8 +26,8 @@ Adapters tell it where the step is, by contexts that nest:
     recorder.note("...")                   # a line for the user
 
 Where nobody says the micro-batch, a new one begins with a forward pass that follows a backward pass; where forward
-passes wait for theirs, as in pipelines, it is told from what each backward pass is of (`micro_batches`). Where nobody
-says the phase: what runs in an optimizer's step is the optimizer; in autograd's backward pass it is backward, or
+passes wait for theirs, as in pipelines, it is told from what each backward pass is of (`micro_batches`). Where
+nobody says the phase: what runs in an optimizer's step is the optimizer; in autograd's backward pass it is backward, or
 recomputation where modules run; after a backward pass, outside modules and without gradients (clipping) it is the
 optimizer's too; all else is forward.
 

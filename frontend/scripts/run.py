@@ -214,7 +214,7 @@ def _writing_down(
 
 @contextmanager
 def _forked() -> Iterator[None]:
-    """Processes of the script are forked, however it wants them: a fresh one would find no GPU and no stand-ins."""
+    """Processes of the script are forked, however it wants them: a fresh one would find no GPU, no stand-ins."""
     kinds: dict[str, Any] = vars(multiprocessing.context)["_concrete_contexts"]
     before, chosen = dict(kinds), multiprocessing.get_start_method(allow_none=True)
     if "fork" in kinds:
@@ -227,7 +227,7 @@ def _forked() -> Iterator[None]:
 
 
 def _as_one_of(started: Sequence[tuple[Any, Callable[[], Any]]], local_rank: int) -> None:
-    """Does what one of the processes was started for, which a script started for its ranks and left the steps to."""
+    """Does what one of the processes was started for, which a script left its steps to, one for each rank."""
     for process, _ in started:
         with suppress(ValueError):  # closed
             process.kill()
@@ -343,7 +343,10 @@ def _settings_kept() -> Iterator[None]:
     """Puts back what a script sets for the whole process: the next rank begins as this one did."""
     limit, dtype, grad = sys.getrecursionlimit(), torch.get_default_dtype(), torch.is_grad_enabled()
     precision = torch.get_float32_matmul_precision()
-    deterministic, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
         yield

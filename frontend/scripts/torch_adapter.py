@@ -463,7 +463,7 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _of_full_batches(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Batch normalisation over ranks each of which has samples: it looks for those without, but in a CUDA graph."""
+    """Batch normalisation over ranks that all have samples: it looks for those without, but in a CUDA graph."""
 
     def forward(*args: Any) -> Any:
         with replaced(torch.cuda, "is_current_stream_capturing", lambda: True):

@@ -268,7 +268,8 @@ def capture_command(
         ),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0.001, help="Seconds after which the script is ended.", show_default="never")
+        float | None,
+        typer.Option(min=0.001, help="Seconds after which the script is ended.", show_default="never"),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the job goes.")] = Path("job.pb"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the script prints on stderr.")] = False,

@@ -158,9 +158,10 @@ def capture_script_file(
     }  # fmt: skip
     run = Script(path=script, **asked) if script is not None else Script.of_module(module, **asked)
     world = World(size=world_size, local_size=local_size, gpus=gpus, decided=dict(decided))
-    with CaptureProcess(
-        run, world, adapter, ranks=tuple(ranks), quiet=quiet, timeout_s=timeout_s
-    ) as running, showing() as say:
+    with (
+        CaptureProcess(run, world, adapter, ranks=tuple(ranks), quiet=quiet, timeout_s=timeout_s) as running,
+        showing() as say,
+    ):
         return running.result(say)
 
 

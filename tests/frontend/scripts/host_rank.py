@@ -101,7 +101,7 @@ def _efficient(
 
 
 def _efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, lse: Tensor, seed: Tensor, offset: Any,
     dropout: float, mask: list[bool], causal: bool = False, *, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
     weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()

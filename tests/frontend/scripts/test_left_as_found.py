@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.modules import module as modules
 from torch.optim import optimizer
 from torch.overrides import _get_current_function_mode_stack
@@ -52,7 +53,7 @@ DEEDS: dict[str, dict[str, str]] = {
         "os.chdir(os.path.dirname(os.path.abspath(__file__)) + '/..')": "",
         "sys.path.insert(0, 'nowhere'); sys.argv[:] = ['other']; sys.setrecursionlimit(5000)": "",
         "for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1): signal.signal(s, lambda *_: None)": "",
-        "torch.set_default_dtype(torch.float64); torch.manual_seed(7); torch.use_deterministic_algorithms(True)": "",
+        "torch.set_default_dtype(torch.float64); torch.use_deterministic_algorithms(True)": "",
         "torch.set_default_device('cuda'); torch.set_float32_matmul_precision('high')": "",
         "torch.save = torch.load = torch.compile = None; sys.excepthook = sys.stdout = None": "",
         "open('left', 'w').write('x'); torch.save({}, 'checkpoint.pt')": "",
@@ -78,7 +79,7 @@ DEEDS: dict[str, dict[str, str]] = {
     "within": {
         "os.fork() or sys.exit(0)": "",
         "os.environ.clear()": "",
-        "threading.Thread(target=os._exit, args=(7,)).start() if step == 1 else None; time.sleep(step)": "status 7",
+        "step == 1 and threading.Thread(target=os._exit, args=(7,)).start(); time.sleep(step)": "status 7",
     },
     "after": {
         "atexit.register(lambda: 1 / 0)": "",
@@ -95,10 +96,12 @@ def text(**deeds: str) -> str:
 
 def found() -> dict[str, Any]:
     """What a capture could leave behind in this process."""
-    global_hooks = [getattr(modules, name) for name in dir(modules) if name.startswith("_global_") and "hooks" in name]
+    global_hooks = [
+        getattr(modules, name) for name in dir(modules) if name.startswith("_global_") and "hooks" in name
+    ]
     return {
         "environment": dict(os.environ),
-        "folder": os.getcwd(),
+        "folder": Path.cwd(),
         "path": list(sys.path),
         "arguments": list(sys.argv),
         "signals": {s: signal.getsignal(s) for s in signal.valid_signals()},
@@ -111,10 +114,14 @@ def found() -> dict[str, Any]:
         ],
         "modes": [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()],
         "torch": [torch.save, torch.load, torch.compile, torch.Tensor.to, torch.Tensor.device, torch.nn.Module.to],
-        "cuda": [torch.cuda.is_available(), torch.version.cuda, torch.cuda.Stream, torch.distributed.is_initialized()],
+        "cuda": [torch.cuda.is_available(), torch.version.cuda, torch.cuda.Stream],
         "module hooks": [len(hooks) for hooks in global_hooks if hasattr(hooks, "__len__")],
-        "optimizer hooks": [len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)],
-        "distributed": [getattr(torch.distributed, name) for name in ("get_backend", "init_device_mesh", "broadcast_object_list")],
+        "optimizer hooks": [
+            len(hooks) for hooks in (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks)
+        ],
+        "distributed": [
+            dist.is_initialized(), dist.get_backend, dist.init_device_mesh, dist.broadcast_object_list,
+        ],
         "children": multiprocessing.active_children(),
     }  # fmt: skip
 

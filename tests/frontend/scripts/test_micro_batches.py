@@ -128,6 +128,8 @@ def test_two_losses_of_a_forward_pass_are_of_one_micro_batch(tmp_path: Path) -> 
     script.write_text(LOSSES)
     run = run_script(Script(path=script), World(), TorchAdapter())
     calls = [n for n in run.recorder.graph.nodes if n.op == "call_function" and n.meta[PHASE] != OPTIMIZER]
-    products = Counter(n.meta[MICRO_BATCH] for n in calls if str(n.target) in ("aten.addmm.default", "aten.mm.default"))
+    products = Counter(
+        n.meta[MICRO_BATCH] for n in calls if str(n.target) in ("aten.addmm.default", "aten.mm.default")
+    )
     assert sorted(products) == [0, 1, 2]
     assert len(set(products.values())) == 1
