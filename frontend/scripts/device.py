@@ -124,7 +124,8 @@ def _of_package(error: ImportError, name: str) -> str:
         found = None
     if found is not None and found.origin is not None:
         with suppress(PackageNotFoundError):
-            return f"{package} {version(package)} has no such name: install the version that the script is written for"
+            here = f"{package} {version(package)}"
+            return f"{here} has no such name: install the version that the script is written for"
         return ""
     if not isinstance(error, ModuleNotFoundError):
         return ""

@@ -25,7 +25,7 @@ _ALIAS = torch.ops.aten.alias.default
 
 
 class _Place:
-    """What is the same for all tensors: the rank's GPU, whether PyTorch itself asks, how many with data are there."""
+    """What is the same for all tensors: the rank's GPU, whether PyTorch itself asks, how many have data there."""
 
     gpu = torch.device("cuda:0")
     below = 0

@@ -27,9 +27,9 @@ Adapters tell it where the step is, by contexts that nest:
 
 Where nobody says the micro-batch, a new one begins with a forward pass that follows a backward pass; where forward
 passes wait for theirs, as in pipelines, it is told from what each backward pass is of (`micro_batches`). Where
-nobody says the phase: what runs in an optimizer's step is the optimizer; in autograd's backward pass it is backward, or
-recomputation where modules run; after a backward pass, outside modules and without gradients (clipping) it is the
-optimizer's too; all else is forward.
+nobody says the phase: what runs in an optimizer's step is the optimizer; in autograd's backward pass it is
+backward, or recomputation where modules run; after a backward pass, outside modules and without gradients
+(clipping) it is the optimizer's too; all else is forward.
 
 Tensors are known by the memory that they lie in (`MemoryRecorder`): scripts hold tensors that were there before
 the step, give tensors other memory (`parameter.data = ...`), and give memory back and take it again under the same
@@ -239,6 +239,21 @@ class HostCounter(Protocol):
 
 class StepRecorded(BaseException):
     """The step that was asked for is recorded: the script need not go on."""
+
+
+# Scripts replace these while a model is made, as nanotron does to have it on the GPU; PyTorch's own rules call them.
+_FACTORIES = {name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "arange", "tensor")}
+
+
+@contextmanager
+def _own_factories() -> Iterator[None]:
+    """In the context, PyTorch's functions that make tensors are its own, whatever a script put in their place."""
+    theirs = {name: getattr(torch, name) for name in _FACTORIES}
+    vars(torch).update(_FACTORIES)
+    try:
+        yield
+    finally:
+        vars(torch).update(theirs)
 
 
 class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
@@ -587,7 +602,10 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             return NotImplemented  # DTensor and its like call the operators of their local tensors
         # In a backward pass, the modes that answer a script's own calls would see each look at a tensor here.
         with torch._C.DisableTorchFunction(), places.below:
-            return self._called(func, args, kwargs or {})
+            if torch.empty is _FACTORIES["empty"]:
+                return self._called(func, args, kwargs or {})
+            with _own_factories():
+                return self._called(func, args, kwargs or {})
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _ITEM and isinstance(args[0], FakeTensor):

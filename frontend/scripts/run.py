@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.context
 import os
+import re
 import runpy
 import signal
 import sys
@@ -302,7 +303,8 @@ def _placed(script: Script, error: BaseException) -> CaptureError:
     """An error of a capture with the line of the script that led to it in front, where it does not say one."""
     where = script_line(script.path, error)
     text = str(error)
-    return CaptureError(text if not where or text.startswith(where.partition(":")[0]) else f"{where}: {text}")
+    placed = not where or re.match(r"[^\s:]+\.py:\d+: ", text) or text.startswith(where.partition(":")[0])
+    return CaptureError(text if placed else f"{where}: {text}")
 
 
 def script_line(path: Path, error: BaseException) -> str:

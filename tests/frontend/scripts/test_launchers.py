@@ -184,6 +184,25 @@ for _ in range(3):
     assert not [name for name in sys.modules if name.startswith("parts.")]
 
 
+def test_a_script_may_replace_what_makes_tensors_while_its_model_is_made(tmp_path: Path) -> None:
+    text = """import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+names = ("empty", "zeros", "ones", "full")
+kept = {name: getattr(torch, name) for name in names}
+def on_gpu(f):
+    return lambda *a, **k: f(*a, **{**k, "device": torch.device("cuda"), "dtype": torch.bfloat16})
+for name in names:
+    setattr(torch, name, on_gpu(kept[name]))
+angles = 1.0 / torch.arange(0, 8, 2, dtype=torch.float32, device="cuda")
+model = torch.nn.Linear(4, 4)
+for name in names:
+    assert getattr(torch, name) is not kept[name]
+    setattr(torch, name, kept[name])
+assert model.weight.is_cuda and model.weight.dtype is torch.bfloat16 and angles.dtype is torch.float32
+""" + STEPS.format(given="torch.ones(2, 4, device='cuda', dtype=torch.bfloat16)")
+    assert _called(_run(tmp_path, text, World(size=4))) == [("all_reduce", 40)]
+
+
 def test_messages_of_a_group_of_all_ranks_lie_along_the_axis_that_they_cross(tmp_path: Path) -> None:
     text = """import torch, torch.distributed as dist
 dist.init_process_group("nccl")
