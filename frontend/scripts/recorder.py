@@ -241,7 +241,7 @@ class StepRecorded(BaseException):
     """The step that was asked for is recorded: the script need not go on."""
 
 
-# Scripts replace these while a model is made, as nanotron does to have it on the GPU; PyTorch's own rules call them.
+# Scripts replace these while a model is made (nanotron, to have it on the GPU), and PyTorch's own rules call them.
 _FACTORIES = {name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "arange", "tensor")}
 
 

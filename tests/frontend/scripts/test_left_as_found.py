@@ -126,9 +126,13 @@ def found() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def left_in(folder: Path) -> set[str]:
-    """Files of captures."""
-    return {str(file) for file in folder.glob("echograph-*")}
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files that no other process has."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 def outcome(run: Callable[[], Any]) -> str:
@@ -145,12 +149,12 @@ def check(folder: Path, deeds: dict[str, str], *, timeout_s: float) -> None:
     path = folder / "work" / "train.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(text(**deeds))
-    before, made = found(), left_in(Path(tempfile.gettempdir()))
+    before = found()
     script = Script(path=path)
     with CaptureProcess(script, World(size=2), TorchAdapter(), quiet=True, timeout_s=timeout_s) as running:
         line = outcome(running.result)
     assert found() == before
-    assert left_in(Path(tempfile.gettempdir())) <= made
+    assert not list(Path(tempfile.gettempdir()).iterdir())
     ends = [DEEDS[place][deed] for place, deed in deeds.items() if DEEDS[place][deed]]
     assert "\n" not in line
     assert (ends[0] in line) if ends else (line == ""), (deeds, line)
