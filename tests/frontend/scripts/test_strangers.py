@@ -111,7 +111,9 @@ def test_what_is_captured_is_what_four_ranks_do(
     clone = Path(CLONES) / stranger.folder
     if not clone.is_dir():
         pytest.skip(f"no clone in {clone}")
-    folder = shutil.copytree(clone, tmp_path / "clone", ignore=shutil.ignore_patterns(".git", "checkpoints"))
+    folder = shutil.copytree(
+        clone, tmp_path / "clone", ignore=shutil.ignore_patterns(".git", "checkpoints", "*.pt")
+    )
     monkeypatch.chdir(folder)
     if name == "nanoGPT":
         data = folder / "data" / "small"
