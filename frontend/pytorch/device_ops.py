@@ -10,7 +10,8 @@ differently:
     aten.softmax, aten.log_softmax      of fp16 to fp32, CUDA: one kernel; CPU: a copy, then the kernel
 
 Besides, operators get the shape rules that PyTorch does not give them: `aten._fused_sgd_` writes in place and
-returns nothing; `aten._ctc_loss` keeps log-probabilities as long as its longest target, a number that it is given.
+returns nothing; `aten._ctc_loss` keeps log-probabilities as long as its longest target, a number that it is given;
+batch normalisation over ranks, which PyTorch has on GPUs alone.
 
 `cuda_operators` registers, for as long as the context lasts, kernels at the dispatcher's AutogradCPU key
 that take CUDA's choice. The dispatcher is the place where the devices part, so C++ callers
@@ -24,7 +25,7 @@ make a new tensor instead of adding in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -58,11 +59,30 @@ def cpu_operators() -> Iterator[Any]:
     try:
         library.impl("_fused_sgd_", lambda *_, **__: None, "Meta")
         library.impl("_ctc_loss_backward", lambda _, log_probs, *__: torch.empty_like(log_probs), "Meta")
+        for name, rule in _OF_SYNCHRONISED_NORMS.items():
+            library.impl(name, rule, "Meta")
         op_implementations_dict[_ATEN._ctc_loss.default] = _ctc_loss
         yield library
     finally:
         op_implementations_dict.pop(_ATEN._ctc_loss.default, None)
         library._destroy()
+
+
+def _of_channels(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Numbers for each channel, in fp32 at least."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return tuple(torch.empty(x.shape[1], dtype=dtype, device=x.device) for _ in range(count))
+
+
+# What batch normalisation over ranks (SyncBatchNorm) is made of on a GPU: mean and inverse deviation of a rank's
+# samples, those of all ranks', and what is made of them element by element.
+_OF_SYNCHRONISED_NORMS: dict[str, Callable[..., Any]] = {
+    "batch_norm_stats": lambda x, eps: _of_channels(x, 2),
+    "batch_norm_gather_stats_with_counts": lambda x, *_: _of_channels(x, 2),
+    "batch_norm_elemt": lambda x, *_: torch.empty_like(x),
+    "batch_norm_backward_reduce": lambda grad, *_: _of_channels(grad, 4),
+    "batch_norm_backward_elemt": lambda grad, *_: torch.empty_like(grad),
+}
 
 
 def _ctc_loss(

@@ -224,11 +224,21 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # no gradient sees the number of the one before, which is taken already.
         self._by_sequence.setdefault(_next_sequence_number() - 1, node)
 
+    def _numbered(self, number: int, recomputes: bool) -> Node | None:
+        """The forward operation of a number; of a checkpoint that recomputes, the first one that it ran."""
+        if recomputes and number not in self._by_sequence:
+            # What it ran first may have a number of its own: autocast's cast of a weight.
+            later = min((known for known in self._by_sequence if known > number), default=number)
+            if later in self._by_sequence:
+                self._by_sequence[number] = self._by_sequence[later]
+        return self._by_sequence.get(number)
+
     def _backward_annotations(self, node: Node) -> dict[str, Any]:
         current = torch._C._current_autograd_node()
-        forward = self._by_sequence.get(current._sequence_nr()) if current is not None else None
+        recomputes = current is not None and (bool(self._stack) or torch.is_grad_enabled())
+        forward = None if current is None else self._numbered(current._sequence_nr(), recomputes)
         link = {} if forward is None else {FORWARD_NODE: forward.name}
-        if current is not None and (self._stack or torch.is_grad_enabled()):
+        if recomputes:
             self._number(node)
             return {PHASE: RECOMPUTE, MODULE: self._stack[-1] if self._stack else "", **link}
         return {PHASE: BACKWARD, MODULE: "" if forward is None else forward.meta[MODULE], **link}

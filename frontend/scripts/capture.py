@@ -73,7 +73,7 @@ def infer(
     Args:
         groups: global ranks of each, as one rank sees them.
         size: of the world.
-        messages: those of the groups in which single ranks send to each other.
+        messages: two ranks each, of which one sends to the other.
 
     Returns:
         A mesh of the fewest axes that every group is some of. An axis of messages is called "pp", the only other
@@ -91,7 +91,7 @@ def infer(
     if prod(sizes) != size or any(high % low for high, low in pairwise(ordered)):
         return None
     numbers = dict(zip(map(str, range(len(sizes))), sizes, strict=True)) or {"0": 1}
-    stages = {axis for ranks in messages for axis in axes_of(ranks, numbers) or ()}
+    stages = {axis for here, there in messages for axis in crossed(here, there, numbers)}
     others = len(numbers) - len(stages)
     return {_name(axis, stages, others): extent for axis, extent in numbers.items()}
 
@@ -787,7 +787,7 @@ def _mesh(run: ScriptRun) -> dict[str, int]:
     if named is None and len(run.meshes) == 1:
         named = run.meshes[0]  # two ranks that share a tensor may lie across its axes
     if named is None:
-        found = infer({c.ranks for c in calls}, size, {c.ranks for c in calls if c.peer >= 0})
+        found = infer({c.ranks for c in calls}, size, {(run.world.rank, c.peer) for c in calls if c.peer >= 0})
         if found is not None and not run.meshes:
             return found
         named = found or next(iter(run.meshes), None)

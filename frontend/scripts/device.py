@@ -17,8 +17,10 @@ import copy
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import torch
@@ -108,10 +110,28 @@ class Chosen:
 def remedy(error: BaseException) -> str:
     """What to do about an exception that a missing GPU led to; "" for any other."""
     text = str(error)
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        package = error.name.partition(".")[0]
-        return _NEEDS_GPU if package in _FOR_GPUS else f"install {package} beside echograph"
+    if isinstance(error, ImportError) and error.name:
+        return _of_package(error, error.name)
     return next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
+
+
+def _of_package(error: ImportError, name: str) -> str:
+    """What to do where a package is not there, or is another version than the script is written for."""
+    package = name.partition(".")[0]
+    try:
+        found = find_spec(package)
+    except ValueError:  # a stand-in
+        found = None
+    if found is not None and found.origin is not None:
+        with suppress(PackageNotFoundError):
+            here = f"{package} {version(package)}"
+            return f"{here} has no such name: install the version that the script is written for"
+        return ""
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    # Of a package without a place of its own, several distributions have parts.
+    part = package if found is None else name
+    return _NEEDS_GPU if package in _FOR_GPUS else f"install {part} beside echograph"
 
 
 def answers(world: World) -> Iterator[AbstractContextManager[None]]:

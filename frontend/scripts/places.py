@@ -20,15 +20,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from echograph.frontend.scripts.adapter import replaced
 
 _GPU = "_echograph_gpu"
-_META = torch.device("meta")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _ALIAS = torch.ops.aten.alias.default
 
 
 class _Place:
-    """What is the same for all tensors: the rank's GPU, and whether PyTorch itself asks."""
+    """What is the same for all tensors: the rank's GPU, whether PyTorch itself asks, how many have data there."""
 
     gpu = torch.device("cuda:0")
     below = 0
+    with_data = 0
 
 
 def is_gpu(device: Any) -> bool:
@@ -58,8 +59,14 @@ def mark(tensor: Any, gpu: bool = True) -> None:
     inner = getattr(tensor, "_local_tensor", tensor)
     if gpu:
         inner.__dict__[_GPU] = True
+        _Place.with_data += type(inner) is Tensor
     else:
         inner.__dict__.pop(_GPU, None)
+
+
+def put_there() -> int:
+    """How many tensors with data, as data sets have them, were put on the GPU so far: no mark follows these."""
+    return _Place.with_data
 
 
 def mark_module(module: nn.Module, gpu: bool = True) -> nn.Module:
@@ -143,7 +150,7 @@ def answered(index: int) -> Iterator[None]:
     """
     from torch.distributed.tensor import DTensor
 
-    _Place.gpu, _Place.below = torch.device("cuda", index), 0
+    _Place.gpu, _Place.below, _Place.with_data = torch.device("cuda", index), 0, 0
     local = property(lambda tensor: tensor._local_tensor.device)
     plain = nn.Parameter.__new__
 
@@ -165,8 +172,22 @@ def answered(index: int) -> Iterator[None]:
             return made
         return new(kind, *args, **kwargs)
 
+    beside = FakeTensor.__torch_dispatch__
+
+    def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Where no mode sees what is done with fake tensors: in a data set, whose own code runs with values.
+        elsewhere = is_gpu((kwargs or {}).get("device"))
+        with below:
+            out = beside(func, types, args, kwargs | {"device": _CPU} if elsewhere else kwargs)
+        if elsewhere:
+            mark(out)
+        else:
+            follow(args, out)
+        return out
+
     with (
         replaced(FakeTensor, "device", property(_device)),
+        replaced(FakeTensor, "__torch_dispatch__", staticmethod(dispatch)),
         replaced(FakeTensor, "__new__", staticmethod(parameter)),
         replaced(DTensor, "device", local),
         replaced(nn.Parameter, "__new__", staticmethod(of_class)),

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +34,9 @@ from echograph.ir import serde
 from echograph.ir.formats import Imported
 from echograph.progress import Progress, silent
 
+_OUTCOME, _HANGS = "outcome.json", "runs.txt"
+_GRACE_S, _LOOK_S = 0.5, 0.02
+
 
 class CaptureProcess:
     """A running capture of a script; a context that ends it.
@@ -40,7 +46,14 @@ class CaptureProcess:
     """
 
     def __init__(
-        self, script: Script, world: World, adapter: Adapter, *, ranks: Sequence[int] = (), quiet: bool = False
+        self,
+        script: Script,
+        world: World,
+        adapter: Adapter,
+        *,
+        ranks: Sequence[int] = (),
+        quiet: bool = False,
+        timeout_s: float | None = None,
     ) -> None:
         """Says what is captured, as `capture_script` does.
 
@@ -50,7 +63,9 @@ class CaptureProcess:
             adapter: of the framework.
             ranks: those that are run; none: what the adapter says.
             quiet: whether what the script prints goes to stderr.
+            timeout_s: seconds after which the script is ended; None: never. Where the system cannot fork, never.
         """
+        self._timeout_s = timeout_s
         self._script, self._world, self._adapter = script, world, adapter
         self._ranks, self._quiet = tuple(ranks), quiet
         self._child = 0
@@ -90,9 +105,9 @@ class CaptureProcess:
             with contextlib.redirect_stdout(sys.stderr) if self._quiet else contextlib.nullcontext():
                 return self._capture(say)
         threading.Thread(target=_repeat, args=(self._said, say), daemon=True).start()
-        _, status = os.waitpid(self._child, 0)
+        status = self._wait()
         self._child = 0
-        outcome = self._folder / "outcome.json"
+        outcome = self._folder / _OUTCOME
         if not outcome.exists():
             raise _ended(self._script, os.waitstatus_to_exitcode(status))
         told = json.loads(outcome.read_text(encoding="utf-8"))
@@ -100,6 +115,29 @@ class CaptureProcess:
             raise _rebuilt(**told)
         return Imported(
             graph=serde.load(self._folder / "job.pb"), notes=tuple(told["notes"]), warnings=tuple(told["warnings"])
+        )
+
+    def _wait(self) -> int:
+        """How the script's process ended.
+
+        Raises:
+            CaptureError: it has not in the time that it has.
+        """
+        if self._timeout_s is None:
+            return os.waitpid(self._child, 0)[1]
+        end = time.monotonic() + self._timeout_s + _GRACE_S  # in which it writes down where it is
+        while time.monotonic() < end:
+            ended, status = os.waitpid(self._child, os.WNOHANG)
+            if ended:
+                return status
+            time.sleep(_LOOK_S)
+        if (self._folder / _OUTCOME).exists():  # only what it does at its end goes on
+            os.kill(self._child, signal.SIGKILL)
+            return os.waitpid(self._child, 0)[1]
+        where = _innermost(self._script.path, self._folder / _HANGS)
+        raise CaptureError(
+            f"{where} runs for more than {self._timeout_s:g} s: give a longer --timeout, or a smaller job that "
+            f"makes {self._script.step} training steps sooner"
         )
 
     def _capture(self, say: Progress) -> Imported:
@@ -116,6 +154,9 @@ class CaptureProcess:
         try:
             atexit._clear()  # what the caller registered is the caller's to do
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._timeout_s is not None:
+                hangs = (self._folder / _HANGS).open("w", encoding="utf-8")
+                faulthandler.dump_traceback_later(self._timeout_s, file=hangs)
             if self._quiet:
                 os.dup2(2, 1)
             found = self._capture(say)
@@ -129,10 +170,21 @@ class CaptureProcess:
                 "trace": traceback.format_exc(),
             }
         try:
-            (self._folder / "outcome.json").write_text(json.dumps(told), encoding="utf-8")
+            (self._folder / "told.json").write_text(json.dumps(told), encoding="utf-8")
+            (self._folder / "told.json").rename(self._folder / _OUTCOME)
             _end_as_python()
         finally:
             leave(0)
+
+
+def _innermost(script: Path, trace: Path) -> str:
+    """The line of a script's own that runs, of what `faulthandler` wrote: innermost frames first."""
+    folder = str(script.resolve().parent)
+    frames = re.findall(r'File "(.*)", line (\d+)', trace.read_text(encoding="utf-8") if trace.exists() else "")
+    own = [
+        (Path(file).name, line) for file, line in frames if file.startswith(folder) and "site-packages" not in file
+    ]
+    return ":".join(own[0]) if own else script.name
 
 
 def _end_as_python() -> None:

@@ -25,10 +25,11 @@ Adapters tell it where the step is, by contexts that nest:
     recorder.name(tensor, role, "layers.0.weight")    # a tensor that lives through steps
     recorder.note("...")                   # a line for the user
 
-Where nobody says the micro-batch, a new one begins with a forward pass that follows a backward pass. Where nobody
-says the phase: what runs in an optimizer's step is the optimizer; in autograd's backward pass it is backward, or
-recomputation where modules run; after a backward pass, outside modules and without gradients (clipping) it is the
-optimizer's too; all else is forward.
+Where nobody says the micro-batch, a new one begins with a forward pass that follows a backward pass; where forward
+passes wait for theirs, as in pipelines, it is told from what each backward pass is of (`micro_batches`). Where
+nobody says the phase: what runs in an optimizer's step is the optimizer; in autograd's backward pass it is
+backward, or recomputation where modules run; after a backward pass, outside modules and without gradients
+(clipping) it is the optimizer's too; all else is forward.
 
 Tensors are known by the memory that they lie in (`MemoryRecorder`): scripts hold tensors that were there before
 the step, give tensors other memory (`parameter.data = ...`), and give memory back and take it again under the same
@@ -64,6 +65,7 @@ from echograph.frontend.pytorch.shapes import Results, Shapes
 from echograph.frontend.scripts import places
 from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communication_of
 from echograph.frontend.scripts.memory import LivingTensors
+from echograph.frontend.scripts.micro_batches import BACKWARD_PASS, micro_batches
 from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
 from echograph.frontend.scripts.values import answer, line_of_script
 from echograph.frontend.scripts.world import NO_GPU
@@ -239,6 +241,21 @@ class StepRecorded(BaseException):
     """The step that was asked for is recorded: the script need not go on."""
 
 
+# Scripts replace these while a model is made (nanotron, to have it on the GPU), and PyTorch's own rules call them.
+_FACTORIES = {name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "arange", "tensor")}
+
+
+@contextmanager
+def _own_factories() -> Iterator[None]:
+    """In the context, PyTorch's functions that make tensors are its own, whatever a script put in their place."""
+    theirs = {name: getattr(torch, name) for name in _FACTORIES}
+    vars(torch).update(_FACTORIES)
+    try:
+        yield
+    finally:
+        vars(torch).update(theirs)
+
+
 class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     """Records a step of a script.
 
@@ -302,7 +319,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._optimizing = 0
         self._trains = False
         self._after_backward = False
-        self._pass = 0
+        self._pass = self._backward_pass = 0
+        self._waiting_passes = self._told_micro_batches = False
         self._works: dict[int, tuple[Any, Node]] = {}
         self._graph_of: Callable[[str], str] | None = None
         self._layouts: dict[tuple[Any, ...], Tensor] = {}
@@ -331,6 +349,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
     def in_micro_batch(self, number: int | None) -> Any:
         """What runs is of a micro-batch, counted from 0 in each step; None: of the step."""
+        self._told_micro_batches = True
         return self._with(MICRO_BATCH, number)
 
     def in_chunk(self, number: int) -> Any:
@@ -403,7 +422,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             StepRecorded: it was the one.
         """
         self.steps += 1
-        self._after_backward, self._pass = False, 0
+        self._after_backward, self._pass, self._backward_pass = False, 0, 0
         if self._recording:
             self._finish()
             if not self._whole:
@@ -474,6 +493,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         def backward(*args: Any, **kwargs: Any) -> Any:
             before, self.phase = self.phase, BACKWARD
             stack, self._stack = self._stack, []
+            if before != BACKWARD:
+                self._backward_pass += 1
+                self._waiting_passes |= self._recording and self._after_backward
             try:
                 return original(*args, **kwargs)
             finally:
@@ -546,6 +568,10 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     def _finish(self) -> None:
         self._recording, self.recorded = False, True
         link_recomputed(self.graph)
+        if self._waiting_passes and not self._told_micro_batches:
+            # Sums of gradients of several passes are of the last one's, and are not linked yet.
+            for node, number in micro_batches(self.graph).items():
+                node.meta[MICRO_BATCH] = number
         link_sums(self.graph)
         self._take_held()
         self.graph.output(None)
@@ -576,7 +602,10 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             return NotImplemented  # DTensor and its like call the operators of their local tensors
         # In a backward pass, the modes that answer a script's own calls would see each look at a tensor here.
         with torch._C.DisableTorchFunction(), places.below:
-            return self._called(func, args, kwargs or {})
+            if torch.empty is _FACTORIES["empty"]:
+                return self._called(func, args, kwargs or {})
+            with _own_factories():
+                return self._called(func, args, kwargs or {})
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _ITEM and isinstance(args[0], FakeTensor):
@@ -643,6 +672,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         made = self._phase_and_module(node)
         if made[PHASE] != OPTIMIZER:
             made[MICRO_BATCH] = self._pass
+            if self.phase == BACKWARD:
+                made[BACKWARD_PASS] = self._backward_pass
         made |= {key: value for key, value in self._context.items() if key in _CONTEXT}
         if REGION not in made and made[PHASE] == BACKWARD and (of := self._differentiated(node)) is not None:
             made[REGION] = self._backward_region(of)

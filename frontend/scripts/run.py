@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing.context
 import os
+import re
 import runpy
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,6 +126,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(_as_main(script, adapter.launched(script.path, script.arguments, world)))
+        enter(_settings_kept())
         enter(world.entered())
         enter(_algorithms_of_its_own())
         mode = enter(fake_mode())
@@ -139,7 +145,10 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter(plain_attention_masks())
         enter(recorder.hooked())
         enter(adapter.installed(world, recorder))
-        _run(script, recorder)
+        started: list[tuple[Any, Callable[[], Any]]] = []
+        enter(patched(BaseProcess, "start", lambda f: _writing_down(started, f)))
+        enter(_forked())
+        _run(script, recorder, started, world.local_rank)
         meshes = list(map(dict, adapter.meshes(world)))
     return ScriptRun(world=world, recorder=recorder, meshes=meshes)
 
@@ -186,7 +195,53 @@ def _children_end_here() -> Iterator[None]:
             os._exit(failed)
 
 
-def _run(script: Script, recorder: ScriptRecorder) -> None:
+def _writing_down(
+    started: list[tuple[Any, Callable[[], Any]]], original: Callable[[Any], None]
+) -> Callable[[Any], None]:
+    """`Process.start` that writes down what is started, of this process alone."""
+    here = os.getpid()
+
+    def start(process: Any) -> None:
+        if os.getpid() == here:
+            # What it is to do is forgotten where it is started.
+            target = getattr(process, "_target", None)
+            own = process.run if target is None else partial(target, *process._args, **process._kwargs)
+            if not getattr(target, "__module__", "").startswith("multiprocessing"):  # a manager of shared objects
+                started.append((process, own))
+        original(process)
+
+    return start
+
+
+@contextmanager
+def _forked() -> Iterator[None]:
+    """Processes of the script are forked, however it wants them: a fresh one would find no GPU, no stand-ins."""
+    kinds: dict[str, Any] = vars(multiprocessing.context)["_concrete_contexts"]
+    before, chosen = dict(kinds), multiprocessing.get_start_method(allow_none=True)
+    if "fork" in kinds:
+        kinds.update(dict.fromkeys(kinds, kinds["fork"]))
+    try:
+        yield
+    finally:
+        kinds.update(before)
+        multiprocessing.set_start_method(chosen, force=True)
+
+
+def _as_one_of(started: Sequence[tuple[Any, Callable[[], Any]]], local_rank: int) -> None:
+    """Does what one of the processes was started for, which a script left its steps to, one for each rank."""
+    for process, _ in started:
+        with suppress(ValueError):  # closed
+            process.kill()
+    _, work = started[local_rank if local_rank < len(started) else 0]
+    work()
+
+
+def _run(
+    script: Script,
+    recorder: ScriptRecorder,
+    started: Sequence[tuple[Any, Callable[[], Any]]],
+    local_rank: int,
+) -> None:
     status: object = 0
     try:
         with recorder, _children_end_here():
@@ -194,6 +249,8 @@ def _run(script: Script, recorder: ScriptRecorder) -> None:
                 runpy.run_module(script.module, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(str(script.path), run_name="__main__")
+            if started and not recorder.steps:
+                _as_one_of(started, local_rank)
     except StepRecorded:
         return
     except CaptureError as error:
@@ -246,7 +303,8 @@ def _placed(script: Script, error: BaseException) -> CaptureError:
     """An error of a capture with the line of the script that led to it in front, where it does not say one."""
     where = script_line(script.path, error)
     text = str(error)
-    return CaptureError(text if not where or text.startswith(where.partition(":")[0]) else f"{where}: {text}")
+    placed = not where or re.match(r"[^\s:]+\.py:\d+: ", text) or text.startswith(where.partition(":")[0])
+    return CaptureError(text if placed else f"{where}: {text}")
 
 
 def script_line(path: Path, error: BaseException) -> str:
@@ -276,6 +334,45 @@ def _as_main(script: Script, arguments: Sequence[str]) -> Iterator[None]:
     finally:
         sys.argv, sys.path[:], sys.excepthook = argv, path, hook
         os.chdir(here)
-        for name in sys.modules.keys() - before:
-            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
-                del sys.modules[name]
+        roots = (Path(folder), here) if script.module else (Path(folder),)
+        # A package without a file asks its parent where it lies: all are asked before any is gone.
+        for name in [name for name in sys.modules.keys() - before if _is_of(sys.modules[name], roots)]:
+            del sys.modules[name]
+
+
+@contextmanager
+def _settings_kept() -> Iterator[None]:
+    """Puts back what a script sets for the whole process: the next rank begins as this one did."""
+    limit, dtype, grad = sys.getrecursionlimit(), torch.get_default_dtype(), torch.is_grad_enabled()
+    precision = torch.get_float32_matmul_precision()
+    deterministic, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad)
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        for number, handler in handlers.items():
+            # None: no handler of Python's; signals are the main thread's.
+            if handler is not None and signal.getsignal(number) is not handler:
+                with suppress(ValueError):
+                    signal.signal(number, handler)
+
+
+def _is_of(module: Any, roots: Sequence[Path]) -> bool:
+    """Whether a module lies in some folders, and is not installed there; one without a file has folders itself."""
+    with suppress(TypeError, ValueError, AttributeError):  # a stand-in, or what a script puts there
+        named = getattr(module, "__file__", None)
+        places = [Path(named)] if named else [Path(place) for place in getattr(module, "__path__", ())]
+        return any(
+            place.is_relative_to(root) and "site-packages" not in place.relative_to(root).parts
+            for place in places
+            for root in roots
+        )
+    return False

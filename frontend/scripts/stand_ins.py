@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -398,7 +398,11 @@ def _flash_attn(note: NoteTaker) -> list[ModuleType]:
 # -- xFormers ------------------------------------------------------------------------------------------------
 
 
-class _Blocks:
+class _AttentionBias:
+    """`xformers.ops.AttentionBias`, of which scripts say that a mask is one."""
+
+
+class _Blocks(_AttentionBias):
     """`xformers.ops.fmha.BlockDiagonalMask`: sequences one behind the other, each of which sees itself."""
 
     causal = False
@@ -436,8 +440,25 @@ class _CausalBlocks(_Blocks):
     causal = True
 
 
-class _Causal:
+class _Causal(_AttentionBias):
     """`xformers.ops.LowerTriangularMask`."""
+
+
+# Operators that scripts name, whose results a checkpoint is to keep; here PyTorch's run, which they name as well.
+_NAMED_OPERATORS = (
+    "xformers_flash::flash_fwd", "xformers_flash3::flash_fwd", "xformers::efficient_attention_forward_cutlass",
+)  # fmt: skip
+
+
+def _named_operators() -> list[Any]:
+    """Names of operators, for as long as what is given back is held."""
+    held = []
+    for name in _NAMED_OPERATORS:
+        space, _, operator = name.partition("::")
+        library: Any = torch.library.Library(space, "FRAGMENT")  # type: ignore[no-untyped-call]
+        library.define(f"{operator}() -> ()")
+        held.append(library)
+    return held
 
 
 def _efficient_attention(
@@ -470,6 +491,7 @@ def _xformers(note: NoteTaker) -> list[ModuleType]:
 
     biases = {
         "BlockDiagonalMask": _Blocks, "BlockDiagonalCausalMask": _CausalBlocks, "LowerTriangularMask": _Causal,
+        "AttentionBias": _AttentionBias,
     }  # fmt: skip
     bias = _module("xformers.ops.fmha.attn_bias", **biases)
     fmha = _module(
@@ -477,12 +499,20 @@ def _xformers(note: NoteTaker) -> list[ModuleType]:
     )  # fmt: skip
     ops = _module(
         "xformers.ops", fmha=fmha, memory_efficient_attention=attention, LowerTriangularMask=_Causal,
+        AttentionBias=_AttentionBias,
         unbind=torch.unbind, scaled_index_add=_scaled_index_add,
         index_select_cat=lambda parts, rows: torch.cat(
             [part[row].flatten() for part, row in zip(parts, rows, strict=True)]
         ),
     )  # fmt: skip
-    return [_module("xformers", __version__="0.0.33", ops=ops), ops, fmha, bias]
+    # It watches a run, and there is none.
+    profiler = _module(
+        "xformers.profiler", profile=lambda *_, **__: nullcontext(), step=lambda: None,
+        __getattr__=partial(_name_in, "xformers.profiler"),
+    )  # fmt: skip
+    held = _named_operators()
+    whole = _module("xformers", __version__="0.0.33", ops=ops, profiler=profiler, _held=held)
+    return [whole, ops, fmha, bias, profiler]
 
 
 # -- grouped_gemm ---------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.checks import one_rank
 from echograph.frontend.scripts.host_work import compiled
+from echograph.frontend.scripts.places import mark, put_there
 from echograph.frontend.scripts.recorder import ScriptRecorder
 from echograph.frontend.scripts.saved import Saved, headers_alone
 from echograph.frontend.scripts.values import line_of_script
@@ -206,6 +207,8 @@ class TorchAdapter(Adapter):
             runtime = importlib.import_module("torch.distributed.fsdp._runtime_utils")
             enter(patched(runtime, "_reduce_grad", lambda f: _carrying(recorder, "gradient", f)))
             enter(patched(runtime, "_unshard", lambda f: _gathering(recorder, f)))
+            norms = importlib.import_module("torch.nn.modules._functions")
+            enter(patched(norms.SyncBatchNorm, "forward", _of_full_batches))
             enter(self._stages.installed(recorder))
             groups = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
             group = importlib.import_module(groups)
@@ -341,6 +344,7 @@ def _loading(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable
     """Runs a data set as it is, with values, and makes what it gives the inputs of a step."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        before = put_there()
         with recorder.pausing(), _disable_current_modes():
             batch = function(*args, **kwargs)
         tensors = [part for part in tree_leaves(batch) if isinstance(part, Tensor) and part.dim()]
@@ -348,9 +352,17 @@ def _loading(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable
             recorder.handed_over(len(tensors))
         if tensors:
             recorder.loaded = frozenset(int(tensor.shape[0]) for tensor in tensors), line_of_script()
-        return tree_map(partial(given, recorder.fake), batch)
+        return tree_map(partial(_given, recorder, put_there() > before), batch)
 
     return run
+
+
+def _given(recorder: ScriptRecorder, gpu: bool, part: Any) -> Any:
+    """Of what a loader gives: a tensor without data, on the GPU if the data set puts its samples there."""
+    made = given(recorder.fake, part)
+    if made is not part and gpu:
+        mark(made)
+    return made
 
 
 def converted_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -448,6 +460,16 @@ def _fully_sharded(recorder: ScriptRecorder, world: World, original: Callable[..
 def _same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors share memory, which FSDP asks by addresses: fake tensors have none."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _of_full_batches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Batch normalisation over ranks that all have samples: it looks for those without, but in a CUDA graph."""
+
+    def forward(*args: Any) -> Any:
+        with replaced(torch.cuda, "is_current_stream_capturing", lambda: True):
+            return original(*args)
+
+    return forward
 
 
 def _all_reduce_hook(recorder: ScriptRecorder, group: Any) -> Callable[..., Any]:

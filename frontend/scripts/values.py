@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
 from echograph.errors import CaptureError
-from echograph.frontend.pytorch.known_values import forget, know
+from echograph.frontend.pytorch.known_values import forget, know, real
 from echograph.frontend.scripts.adapter import patched, replaced
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -55,6 +55,10 @@ def answer(tensor: Tensor, note: NoteTaker) -> Any:
     known: bool | None = getattr(tensor, _FINITE, None)
     if known is not None:
         return known
+    values = real(tensor)
+    if values is not tensor:  # asked below functions of PyTorch: bounds of a slice are
+        with _disable_current_modes():
+            return values.item()
     constant = getattr(tensor, "constant", None)
     if constant is not None and not tensor.is_floating_point():
         # Numbers that follow from a script's own are known: how many tokens an expert takes, say.

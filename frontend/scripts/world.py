@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from echograph.errors import CaptureError, UsageError
+from echograph.frontend.scripts import mpi
 from echograph.frontend.scripts.adapter import patched, replaced
 
 MAX_SIZE = 1 << 17
@@ -82,12 +84,16 @@ class World:
         try:
             with ExitStack() as stack:
                 enter = stack.enter_context
+                enter(mpi.present(self.rank, self.size))
                 enter(patched(distributed_c10d, "rendezvous", self._rendezvous))
-                enter(patched(distributed_c10d, "_new_process_group_helper", self._fake_group))
+                asked: dict[Any, str] = {}
+                enter(patched(distributed_c10d, "_new_process_group_helper", partial(self._fake_group, asked)))
                 enter(patched(distributed_c10d, "_get_default_timeout", _of_gloo))
                 enter(replaced(distributed_c10d, "_store_based_barrier", _nothing))
                 for owner in (distributed_c10d, dist):
                     enter(replaced(owner, "broadcast_object_list", self._tell))
+                    enter(patched(owner, "get_backend", lambda f: _backend(asked, f)))
+                    enter(patched(owner, "get_backend_config", partial(self._backend_config, asked)))
                     for name, stand_in in _ALONE.items():
                         enter(replaced(owner, name, stand_in))
                 yield
@@ -119,10 +125,13 @@ class World:
 
     def _rendezvous(self, original: Any) -> Any:
         del original
+        here = os.getpid()
 
         def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
+            if os.getpid() != here:
+                os._exit(0)  # a rank of its own, which the script forked: it is not this one
             if world_size not in (-1, self.size) or rank not in (-1, self.rank):
                 raise CaptureError(
                     f"the script starts its process group as rank {rank} of {world_size}, and is run as rank "
@@ -132,8 +141,11 @@ class World:
 
         return rendezvous
 
-    def _fake_group(self, original: Any) -> Any:
-        """Makes every process group one of the backend "fake", whose operations end at once."""
+    def _fake_group(self, asked: dict[Any, str], original: Any) -> Any:
+        """Makes every process group one of the backend "fake", whose operations end at once.
+
+        Which one the script asked for is written down, since it is told that it has that (`_backend`).
+        """
         from torch._subclasses.fake_tensor import unset_fake_temporarily
         from torch.distributed import distributed_c10d
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -145,9 +157,28 @@ class World:
             named |= {"backend_options": None, "device_id": None}
             fake = distributed_c10d.Backend("fake")
             with unset_fake_temporarily():
-                return original(size, rank, ranks, fake, FakeStore(), name, **named)
+                made = original(size, rank, ranks, fake, FakeStore(), name, **named)
+            # A group that nobody says the backend of takes that of all ranks, which PyTorch knows as "fake".
+            whole = next(iter(asked.values()), str(backend))
+            asked[made[0]] = whole if str(backend) == "fake" else str(backend)
+            return made
 
         return make
+
+    def _backend_config(self, asked: Mapping[Any, str], original: Any) -> Any:
+        """`get_backend_config`, of what was asked for."""
+
+        def config(group: Any = None) -> str:
+            from torch.distributed import distributed_c10d
+
+            there = original(group)
+            named = asked.get(group or distributed_c10d._get_default_group())
+            if named is None or (named == "undefined" and not self.gpus):
+                return str(there)
+            known = "cuda:nccl" if named == "undefined" else named
+            return str(distributed_c10d.BackendConfig(distributed_c10d.Backend(known)))
+
+        return config
 
 
 def _destroy() -> None:
@@ -156,6 +187,18 @@ def _destroy() -> None:
 
     with unset_fake_temporarily():
         dist.destroy_process_group()
+
+
+def _backend(asked: Mapping[Any, str], original: Any) -> Any:
+    """`get_backend`, by which scripts and PyTorch itself choose among operations: what was asked for."""
+
+    def backend(group: Any = None) -> Any:
+        from torch.distributed import distributed_c10d
+
+        there = original(group)
+        return distributed_c10d.Backend(asked.get(group or distributed_c10d._get_default_group(), there))
+
+    return backend
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -267,6 +267,10 @@ def capture_command(
             "its config.json: bert-base-uncased, NAME=DIR; any number."
         ),
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Seconds after which the script is ended.", show_default="never"),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the job goes.")] = Path("job.pb"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the script prints on stderr.")] = False,
 ) -> None:
@@ -283,7 +287,7 @@ def capture_command(
         gpus=device == "cuda", decided=dict(map(parse_decision, decide or ())), ranks=chosen, step=step,
         whole=whole, config=config, measure_host=measure_host, showing=lambda: progress("starting"), module=module,
         strict=strict, quiet=as_json, fake_data=parse_fakes(fake_data or ()),
-        fake_weights=parse_fakes(fake_weights or ()),
+        fake_weights=parse_fakes(fake_weights or ()), timeout_s=timeout,
     )  # fmt: skip
     with progress(f"writing {output}") as say:
         written = save_graph(captured.graph, output, say)

@@ -38,6 +38,7 @@ def capture(
     strict: bool = False,
     fake_data: Mapping[str, str | Path | None] = _NOTHING,
     fake_weights: Mapping[str, str | Path | None] = _NOTHING,
+    timeout_s: float | None = None,
     say: Progress = silent,
 ) -> JobGraph:
     """Runs a training script as one rank of a job that is not there, in a process of its own, and takes a step.
@@ -63,6 +64,7 @@ def capture(
             their columns; None: as published.
         fake_weights: models of the Hugging Face hub of which the same is true: name -> a folder with a
             config.json, or a model of the zoo; None: the zoo's of that name.
+        timeout_s: seconds after which the script is ended, and the capture with an error; None: never.
         say: told what goes on.
 
     Returns:
@@ -78,7 +80,7 @@ def capture(
         local_size=local_size, gpus=gpus, decided=decided, ranks=ranks, step=step, whole=whole,
         config=None if config is None else Path(config),
         measure_host=measure_host, module=module, strict=strict, fake_data=fake_data, fake_weights=fake_weights,
-        showing=lambda: nullcontext(say),
+        timeout_s=timeout_s, showing=lambda: nullcontext(say),
     )  # fmt: skip
     tell(captured.notes)
     warn(captured.warnings)
@@ -105,6 +107,7 @@ def capture_script_file(
     fake_data: Mapping[str, str | Path | None] = _NOTHING,
     fake_weights: Mapping[str, str | Path | None] = _NOTHING,
     quiet: bool = False,
+    timeout_s: float | None = None,
 ) -> Imported:
     """`capture` with what the graph cannot hold.
 
@@ -127,6 +130,7 @@ def capture_script_file(
         fake_data: data sets that are made.
         fake_weights: models of which the weights are made.
         quiet: whether what the script prints goes to stderr.
+        timeout_s: seconds after which the script is ended.
 
     Raises:
         UsageError: there is neither a file nor a module, or both.
@@ -154,7 +158,10 @@ def capture_script_file(
     }  # fmt: skip
     run = Script(path=script, **asked) if script is not None else Script.of_module(module, **asked)
     world = World(size=world_size, local_size=local_size, gpus=gpus, decided=dict(decided))
-    with CaptureProcess(run, world, adapter, ranks=tuple(ranks), quiet=quiet) as running, showing() as say:
+    with (
+        CaptureProcess(run, world, adapter, ranks=tuple(ranks), quiet=quiet, timeout_s=timeout_s) as running,
+        showing() as say,
+    ):
         return running.result(say)
 
 

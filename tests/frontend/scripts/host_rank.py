@@ -13,6 +13,7 @@ import runpy
 import sys
 from collections import defaultdict
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from echograph.frontend.pytorch import device_ops
 from echograph.frontend.scripts import stand_ins
 
 _CPU = torch.device("cpu")
@@ -43,7 +45,18 @@ class OnTheHost(TorchFunctionMode):
             args = tuple(_CPU if type(arg) in (int, str, torch.device) and _gpu(arg) else arg for arg in args)
         if _gpu(kwargs.get("device")):
             kwargs["device"] = _CPU
+        if func in (torch.histc, Tensor.histc) and not args[0].is_floating_point():
+            return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)  # a GPU counts integers, too
+        if func is torch._grouped_mm:
+            return _grouped(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Products of groups of rows, one by one: PyTorch's kernel is for GPUs, and for CPUs of some kinds."""
+    ends = offs.tolist()
+    rows = [a[begin:end].float() @ b[i].float() for i, (begin, end) in enumerate(pairwise([0, *ends]))]
+    return torch.cat([*rows, a.new_zeros(len(a) - ends[-1], b.shape[-1]).float()]).to(a.dtype)
 
 
 def _answer() -> None:
@@ -68,6 +81,42 @@ def _answer() -> None:
     torch.accelerator.set_device_index = lambda *_: None
     torch.accelerator.device_index = lambda *_: nullcontext()
     torch._utils._get_available_device_type = lambda: "cpu"
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if not causal:
+        return scores
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, float("-inf"))
+
+
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: None, lse: bool, dropout: float = 0.0, causal: bool = False, *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    scores = _scores(q, k, causal, scale)
+    none = torch.zeros((), dtype=torch.int64)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1).float(), none, none
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, lse: Tensor, seed: Tensor, offset: Any,
+    dropout: float, mask: list[bool], causal: bool = False, *, scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
+    weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
+    by_scores = weights * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
+    by_scores = by_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return by_scores @ k, by_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad, None
+
+
+def _attend() -> Any:
+    """The kernel of attention that a GPU takes in fp32, of which PyTorch's context parallelism knows its parts."""
+    library: Any = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", device_ops._attention, "AutogradCPU")
+    library.impl("_scaled_dot_product_efficient_attention", _efficient, "CPU")
+    library.impl("_scaled_dot_product_efficient_attention_backward", _efficient_backward, "CPU")
+    return library
 
 
 def _communicate() -> None:
@@ -113,6 +162,7 @@ def _communicate() -> None:
 def main() -> None:
     _answer()
     _communicate()
+    kept = _attend()  # noqa: F841 for as long as it is there
     del sys.argv[0]
     module = sys.argv[0] == "-m"
     if module:

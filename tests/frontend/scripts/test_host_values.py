@@ -123,3 +123,11 @@ def test_the_user_says_which_way() -> None:
     with values.deciding({f"test_host_values.py:{line}": True, f"test_host_values.py:{line + 1}": False}):
         assert loss > 3
         assert not loss.item() < 3
+
+
+def test_a_slice_between_known_tensors_is_as_long_as_they_say() -> None:
+    begin = torch.tensor([3])
+    for of in (torch.zeros(5_000_000), torch.arange(20)):
+        assert of[begin : begin + 7].shape == (7,)
+        assert of[torch.tensor(5) :].shape == (len(of) - 5,)
+    assert list(range(9))[torch.tensor(2) : torch.tensor(5)] == [2, 3, 4]

@@ -105,6 +105,14 @@ def test_torchtitan_covers_the_mesh() -> None:
     assert config["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "2"}
 
 
+@pytest.mark.parametrize(
+    ("stack", "compiled"), [("", None), ("fsdp", None), ("torchtitan", ["model"]), ("inductor", ["model", "loss"])]
+)
+def test_torchtitan_compiles_what_the_stack_compiles(stack: str, compiled: list[str] | None) -> None:
+    config = tomllib.loads(text("torchtitan", Plan(gpus=64, zero=3, stack=stack)))
+    assert config.get("compile") == (compiled and {"enable": True, "components": compiled})
+
+
 FULL_TITAN = Plan(
     gpus=64,
     tp=4,

@@ -103,7 +103,7 @@ def _plan_file(of: _Asked) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return json.dumps(value) if isinstance(value, str) else str(value)
+    return json.dumps(value) if isinstance(value, str | list) else str(value)
 
 
 _RECIPES = {"fp8": "tensorwise", "fp8-blockwise": "blockwise", "mxfp8": "mxfp8"}
@@ -285,6 +285,7 @@ def _torchtitan(of: _Asked) -> str:
     training: dict[str, Any] = {"local_batch_size": local, "global_batch_size": sizes.global_batch}
     checkpoint = _torchtitan_recompute(of)
     tables = {"training": training, "parallelism": parallel, "activation_checkpoint": checkpoint}
+    tables |= _torchtitan_compile(of)
     precision = of.get("precision") or sizes.dtype
     if precision not in ("bf16", "fp32"):
         raise of.refusal("precision")
@@ -293,6 +294,17 @@ def _torchtitan(of: _Asked) -> str:
     for name, table in tables.items():
         lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items()), ""]
     return "\n".join(lines)
+
+
+def _torchtitan_compile(of: _Asked) -> dict[str, dict[str, Any]]:
+    """The table that says what is compiled, where the plan's stack compiles: torchtitan does not unless told."""
+    fused = load_stack(of.plan.stack).fuse if of.plan.stack else ""
+    if fused == "modules":
+        of.note(f"its kernels are not those of the stack {of.plan.stack}")
+    if fused == "step":
+        of.note("it compiles each layer and the loss alone, not the whole step")
+    components = {"layers": ["model"], "step": ["model", "loss"]}.get(fused)
+    return {"compile": {"enable": True, "components": components}} if components else {}
 
 
 def _torchtitan_recompute(of: _Asked) -> dict[str, str]:

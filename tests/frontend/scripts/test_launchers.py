@@ -1,0 +1,249 @@
+"""How scripts find their ranks and their backend, and where their data sets put samples."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+from echograph.errors import CaptureError
+from echograph.frontend.scripts.capture import capture_script
+from echograph.frontend.scripts.device import remedy
+from echograph.frontend.scripts.recorder import COMMUNICATION
+from echograph.frontend.scripts.run import Script, ScriptRun, run_script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+
+STEPS = """
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model({given}).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def _run(folder: Path, text: str, world: World, *arguments: str) -> ScriptRun:
+    script = folder / "train.py"
+    script.write_text(text)
+    return run_script(Script(path=script, arguments=arguments), world, TorchAdapter())
+
+
+def _called(run: ScriptRun) -> list[tuple[str, int]]:
+    nodes = run.recorder.graph.nodes
+    return [(n.meta[COMMUNICATION].op, n.meta[COMMUNICATION].nbytes) for n in nodes if COMMUNICATION in n.meta]
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [('"nccl"', "nccl"), ('"cpu:gloo,cuda:nccl"', "cpu:gloo,cuda:nccl"), ('"gloo"', "gloo"), ("", "undefined")],
+)
+def test_a_script_is_told_the_backend_that_it_asked_for(tmp_path: Path, asked: str, told: str) -> None:
+    text = f"""import torch, torch.distributed as dist
+dist.init_process_group({asked})
+assert dist.get_backend() == {told!r}, dist.get_backend()
+assert dist.get_backend(dist.new_group([0, 1])) == {told!r}
+assert dist.get_backend(dist.new_group([0, 1], backend="gloo")) == "gloo"
+assert "fake" not in dist.get_backend_config()
+model = torch.nn.Linear(4, 4).cuda()
+""" + STEPS.format(given="torch.ones(2, 4, device='cuda')")
+    assert _called(_run(tmp_path, text, World(size=4))) == [("all_reduce", 80)]
+
+
+def test_the_gradient_of_gathered_activations_is_scattered_as_nccl_does(tmp_path: Path) -> None:
+    """PyTorch chooses by the backend's name, and emulates it by an all-to-all for all but NCCL."""
+    text = """import torch, torch.distributed as dist, torch.distributed.nn
+dist.init_process_group("nccl")
+model = torch.nn.Linear(4, 4).cuda()
+""" + STEPS.format(given="torch.ones(2, 4, device='cuda')").replace(".sum()", ".pipe()").replace(
+        "model = torch.nn.parallel",
+        """class Gathered(torch.Tensor): pass
+torch.Tensor.pipe = lambda x: torch.cat(dist.nn.all_gather(x)).sum()
+model = torch.nn.parallel""",
+    )  # fmt: skip
+    kinds = [op for op, _ in _called(_run(tmp_path, text, World(size=4)))]
+    assert not any("all_to_all" in kind for kind in kinds)
+    assert any("reduce_scatter" in kind for kind in kinds)
+
+
+def test_ranks_of_mpi_are_those_of_the_job(tmp_path: Path) -> None:
+    text = """import os, torch, torch.distributed as dist
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+assert (comm.rank, comm.Get_size(), comm.bcast("told"), comm.allgather(1)) == (3, 4, "told", [1] * 4)
+os.environ.update(RANK=str(comm.rank), WORLD_SIZE=str(comm.size))
+dist.init_process_group("nccl")
+model = torch.nn.Linear(4, 4).cuda()
+""" + STEPS.format(given="torch.ones(2, 4, device='cuda')")
+    before = sys.modules.get("mpi4py")
+    assert _called(_run(tmp_path, text, World(rank=3, size=4)))
+    assert sys.modules.get("mpi4py") is before
+    with pytest.raises(CaptureError, match=r"train.py:2: mpi4py's communicator is asked for 'Split'"):
+        _run(tmp_path, "from mpi4py import MPI\nMPI.COMM_WORLD.Split(0, 1)", World(size=4))
+
+
+RANKS = """import sys
+import multiprocessing as mp
+import torch, torch.distributed as dist
+
+def work(rank, size):
+    dist.init_process_group("nccl", rank=rank, world_size=size)
+    model = torch.nn.Linear(4, 4).cuda(rank)
+""" + STEPS.format(given="torch.ones(2, 4, device='cuda')").replace("\n", "\n    ") + """
+if __name__ == "__main__":
+    if "spawn" in sys.argv:
+        mp.set_start_method("spawn")
+        assert mp.Manager().dict() is not None
+    started = [mp.Process(target=work, args=(rank, 4)) for rank in range(4)]
+    for one in started:
+        one.start()
+    if "join" in sys.argv:
+        for one in started:
+            one.join()
+"""  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [(), ("join",), ("spawn",)])
+def test_a_script_that_starts_a_process_for_each_rank_is_captured_as_one_of_them(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    assert _called(_run(tmp_path, RANKS, World(rank=2, size=4), *arguments)) == [("all_reduce", 80)]
+
+
+SAMPLES = """import numpy as np, torch
+from torch.utils.data import DataLoader, Dataset
+whole = torch.from_numpy(np.zeros(3_000_000, np.uint8))
+
+class Samples(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i): return {sample}
+
+model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x in DataLoader(Samples(), batch_size=4):
+    assert x.is_cuda == {gpu} and x.shape == (4, 9)
+    model(x[:, 1:].cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("sample", "gpu"),
+    [
+        ("whole[i : i + 9].long().to('cuda')", True),
+        ("torch.from_numpy(np.zeros(9, np.int64)).cuda()", True),
+        ("torch.zeros(9, dtype=torch.long, device='cuda')", True),
+        ("whole[i : i + 9].long()", False),
+    ],
+)
+def test_samples_are_where_the_data_set_puts_them(tmp_path: Path, sample: str, gpu: bool) -> None:
+    run = _run(tmp_path, SAMPLES.format(sample=sample, gpu=gpu), World())
+    assert run.recorder.sample is not None
+    assert tuple(run.recorder.sample.shape) == (4, 8)
+
+
+def test_batch_normalisation_over_ranks_gathers_its_statistics(tmp_path: Path) -> None:
+    text = """import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()
+""" + STEPS.format(given="torch.ones(2, 3, 8, 8, device='cuda')")
+    run = _run(tmp_path, text, World(size=4))
+    # Mean, inverse deviation and count of each rank; sums of the gradient and its product for each channel.
+    sizes = [nbytes for op, nbytes in _called(run) if op.startswith(("all_gather", "all_reduce"))]
+    assert sizes[0] == 4 * (2 * 8 + 1) * 4
+    assert 2 * 8 * 4 in sizes[1:]
+
+
+def test_a_package_without_files_is_imported_anew_for_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "parts" / "inner").mkdir(parents=True)
+    (tmp_path / "parts" / "inner" / "model.py").write_text("import torch\nmade = lambda: torch.nn.Linear(4, 4)\n")
+    text = """import torch, torch.distributed as dist
+from parts.inner.model import made
+dist.init_process_group("nccl")
+rank, x = dist.get_rank(), torch.ones(2, 4, device="cuda", requires_grad=True)
+model = made().cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    if rank: dist.recv(x.data, rank - 1)
+    y = model(x)
+    if rank < 1: dist.send(y.detach(), rank + 1)
+    y.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    job = capture_script(Script(path=script), World(size=2), TorchAdapter()).graph
+    assert len(job.programs) == 2  # type: ignore[union-attr]
+    assert not [name for name in sys.modules if name.startswith("parts.")]
+
+
+def test_a_script_may_replace_what_makes_tensors_while_its_model_is_made(tmp_path: Path) -> None:
+    text = """import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+names = ("empty", "zeros", "ones", "full")
+kept = {name: getattr(torch, name) for name in names}
+def on_gpu(f):
+    return lambda *a, **k: f(*a, **{**k, "device": torch.device("cuda"), "dtype": torch.bfloat16})
+for name in names:
+    setattr(torch, name, on_gpu(kept[name]))
+angles = 1.0 / torch.arange(0, 8, 2, dtype=torch.float32, device="cuda")
+model = torch.nn.Linear(4, 4)
+for name in names:
+    assert getattr(torch, name) is not kept[name]
+    setattr(torch, name, kept[name])
+assert model.weight.is_cuda and model.weight.dtype is torch.bfloat16 and angles.dtype is torch.float32
+""" + STEPS.format(given="torch.ones(2, 4, device='cuda', dtype=torch.bfloat16)")
+    assert _called(_run(tmp_path, text, World(size=4))) == [("all_reduce", 40)]
+
+
+def test_messages_of_a_group_of_all_ranks_lie_along_the_axis_that_they_cross(tmp_path: Path) -> None:
+    text = """import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+pairs = [dist.new_group([i, i + 1]) for i in (0, 2)]
+model = torch.nn.Linear(4, 4).cuda()
+x = torch.ones(2, 4, device="cuda", requires_grad=True)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    if rank >= 2: dist.recv(x.data, rank - 2)
+    y = model(x)
+    dist.all_reduce(y.detach(), group=pairs[rank // 2])
+    if rank < 2: dist.send(y.detach(), rank + 2)
+    y.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    job = capture_script(Script(path=script), World(size=4), TorchAdapter()).graph
+    assert [(axis.name, axis.size) for axis in job.mesh] == [("pp", 2), ("dp", 2)]  # type: ignore[union-attr]
+
+
+def _raised(name: str, part: str) -> BaseException:
+    try:
+        getattr(importlib.import_module(name), part)
+    except ImportError as error:
+        return error
+    except AttributeError:  # as `from name import part` has it
+        return ImportError(f"cannot import name {part!r} from {name!r}", name=name)
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "what"),
+    [
+        ("numpy.no_such", "part", f"numpy {numpy.__version__} has no such name: install the version"),
+        ("numpy", "no_such_name", f"numpy {numpy.__version__} has no such name: install the version"),
+        ("no_such_package.part", "", "install no_such_package beside echograph"),
+        ("transformer_engine.no_such", "", "need a GPU"),
+    ],
+)
+def test_a_package_that_is_missing_or_another_version_says_which(name: str, part: str, what: str) -> None:
+    assert what in remedy(_raised(name, part))
