@@ -260,11 +260,11 @@ def _like(step: StepGraph, pipeline: Pipeline) -> tuple[Hashable, str]:
 
 MOST_KEPT = 256
 """Graphs of one kind that a predictor keeps: some hundred kilobytes each."""
-Key = TypeVar("Key")
+_Key = TypeVar("_Key")
 Kept = TypeVar("Kept")
 
 
-def _keep(known: dict[Key, Kept], key: Key, value: Kept) -> Kept:
+def _keep(known: dict[_Key, Kept], key: _Key, value: Kept) -> Kept:
     """Keeps a graph, in place of the one that was kept first where there are many."""
     if len(known) >= MOST_KEPT:
         del known[next(iter(known))]

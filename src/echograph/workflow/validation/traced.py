@@ -176,7 +176,7 @@ def _lines(found: TraceValidation) -> Iterator[str]:
 
 # -- matching --------------------------------------------------------------------------------------------------
 
-Key = tuple[str, str, int]
+_CallKey = tuple[str, str, int]
 
 
 def compare(measured: Sequence[Sequence[StepCall]], predicted: Sequence[StepCall]) -> tuple[OperatorRow, ...]:
@@ -232,7 +232,7 @@ class _Sums:
     predicted: int = 0
 
 
-def _key(call: StepCall, sized: bool) -> Key:
+def _key(call: StepCall, sized: bool) -> _CallKey:
     """What calls have in common that may stand for each other."""
     counts = sized and call.phase not in (COMMUNICATION, OPTIMIZER) and not call.operator.startswith("ddp.")
     return call.operator, call.phase, call.size if counts else 0
@@ -246,8 +246,8 @@ def pairs(measured: Sequence[StepCall], predicted: Sequence[StepCall]) -> Iterat
         predicted: those of its prediction.
     """
     sized = any(call.size for call in measured if call.phase != COMMUNICATION)
-    ours: dict[Key, list[StepCall]] = defaultdict(list)
-    theirs: dict[Key, list[StepCall]] = defaultdict(list)
+    ours: dict[_CallKey, list[StepCall]] = defaultdict(list)
+    theirs: dict[_CallKey, list[StepCall]] = defaultdict(list)
     for calls, of in ((measured, theirs), (predicted, ours)):
         for call in calls:
             if call.phase not in (COMMUNICATION, OPTIMIZER):
