@@ -193,6 +193,7 @@ class NetworkFabric:
         pat: whether this NCCL has PAT for all-gather and reduce-scatter with one rank a node (2.23 and later).
         peer: point-to-point traffic between domains; `hop_s` is paid once a peer.
         about: where the numbers come from.
+        ring_nics: NICs of a domain that the rings or trees of one group use at most; None: those of all its ranks.
     """
 
     name: str
@@ -204,6 +205,7 @@ class NetworkFabric:
     pat: bool
     peer: ProtocolCost
     about: Origin
+    ring_nics: int | None = None
 
 
 class _Cost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -302,6 +304,7 @@ class _NetworkFile(
     peer: _Cost
     pat: bool
     nvls_tree: _Cost | None = None
+    ring_nics: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
 
     def value(self, name: str) -> NetworkFabric:
         return NetworkFabric(
@@ -314,6 +317,7 @@ class _NetworkFile(
             pat=self.pat,
             peer=self.peer.value(),
             about=self.about,
+            ring_nics=self.ring_nics,
         )
 
 

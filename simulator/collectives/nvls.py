@@ -52,7 +52,7 @@ def _across_domains(kind: CollectiveName, size: Bytes, links: Links, protocol: P
     assert nvls is not None and net is not None
     depth = ceil(log2(links.domains))
     switch = (1 + 1 / links.ranks_per_domain) / nvls.bytes_per_s
-    tree = links.tree_volume / (links.network_bytes_per_s * net.efficiency)
+    tree = links.tree_volume / (links.ring_bytes_per_s * net.efficiency)
     hop, moved = net.hop_s + links.climb_s, size * max(switch, tree)
     latency = nvls.base_s + net.base_s + 2 * depth * hop
     fill = 2 * np.sqrt((depth - 1) * hop * moved)

@@ -34,8 +34,8 @@ def _cost(kind: CollectiveName, size: Bytes, links: Links, protocol: ProtocolNam
         base += net.base_s
         crossing = max(node.hop_s, net.hop_s * links.network.ring_hop_share) + links.climb_s
         hops += crossings * (crossing - node.hop_s)
-        between = volume / (links.network_bytes_per_s * net.efficiency)
-        rate = min(rate, links.network_bytes_per_s * net.efficiency)
+        between = volume / (links.ring_bytes_per_s * net.efficiency)
+        rate = min(rate, links.ring_bytes_per_s * net.efficiency)
     return Cost(base + hops + volume / rate, steps, inside, between)
 
 

@@ -32,7 +32,7 @@ def _cost(kind: CollectiveName, size: Bytes, links: Links, protocol: ProtocolNam
     chain, depth = links.ranks_per_domain - 1, ceil(log2(links.domains))
     hop = net.hop_s + links.climb_s
     latency = 2 * (chain * node.hop_s + depth * hop)
-    rate = links.network_bytes_per_s * net.efficiency * links.network.tree_efficiency
+    rate = links.ring_bytes_per_s * net.efficiency * links.network.tree_efficiency
     between = links.tree_volume / rate
     inside = 2 / (links.node_bytes_per_s * node.efficiency) if chain else 0.0
     moved = size * max(between, inside)

@@ -272,6 +272,7 @@ class Links:
         network: fitted costs between domains.
         network_bytes_per_s: data-sheet bandwidth that the group's ranks of one domain have together on the
             NICs, one direction, after oversubscription.
+        ring_bytes_per_s: what of that the group's rings or trees use.
         climb_s: latency a network hop pays for the fabric levels that the group spans.
     """
 
@@ -282,6 +283,7 @@ class Links:
     node_bytes_per_s: float
     network: NetworkFabric
     network_bytes_per_s: float
+    ring_bytes_per_s: float
     climb_s: float
 
     @property
@@ -308,6 +310,7 @@ def group_links(placement: GroupPlacement, cluster: Cluster, network_bytes_per_s
         share = placement.ranks_per_domain * cluster.gpu_network_bytes_per_s
         for level in crossed:
             share /= level.oversubscription
+    nics = network.fabric.ring_nics
     return Links(
         ranks=placement.ranks,
         domains=placement.domains,
@@ -316,5 +319,6 @@ def group_links(placement: GroupPlacement, cluster: Cluster, network_bytes_per_s
         node_bytes_per_s=cluster.node_fabric.bytes_per_s(placement.ranks_per_domain),
         network=network.fabric,
         network_bytes_per_s=share,
+        ring_bytes_per_s=share if nics is None else min(share, nics * network.nic_bytes_per_s),
         climb_s=sum(level.hop_s for level in crossed),
     )

@@ -57,7 +57,8 @@ def links(domains: int, ranks_per_domain: int, nics: float = NIC) -> Links:
     return Links(
         ranks=domains * ranks_per_domain, domains=domains, ranks_per_domain=ranks_per_domain,
         node=node, node_bytes_per_s=node.bytes_per_s(ranks_per_domain),
-        network=network, network_bytes_per_s=ranks_per_domain * nics, climb_s=CLIMB,
+        network=network, network_bytes_per_s=ranks_per_domain * nics, ring_bytes_per_s=ranks_per_domain * nics,
+        climb_s=CLIMB,
     )  # fmt: skip
 
 
