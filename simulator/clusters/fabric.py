@@ -205,7 +205,7 @@ class NetworkFabric:
     pat: bool
     peer: ProtocolCost
     about: Origin
-    ring_nics: int | None = None
+    ring_nics: float | None = None
 
 
 class _Cost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -304,7 +304,7 @@ class _NetworkFile(
     peer: _Cost
     pat: bool
     nvls_tree: _Cost | None = None
-    ring_nics: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
+    ring_nics: Annotated[float, msgspec.Meta(ge=1, le=1024)] | None = None
 
     def value(self, name: str) -> NetworkFabric:
         return NetworkFabric(

@@ -307,9 +307,9 @@ RECIPES = (
         start=lambda: like_hdr200(0.95, 0.95) | {"ring_nics": 8},
         source="bandwidth: coreweave/nccl-tests, all_reduce, 128 and 1,440 GB200, "
         "512 MiB to 16 GiB; latencies: hdr200",
-        note="Only nvls_tree is fitted; the protocols' hops are assumed: those of hdr200, and efficiencies those of "
-        "ndr400, whose NIC it is. The rows reach 400 GB/s of a rack's 3,600: rings and trees of a group are taken to "
-        "use 8 of its NICs, point-to-point traffic each GPU's own.",
+        note="Only nvls_tree is fitted; the protocols' hops are assumed: those of hdr200, and efficiencies those "
+        "of ndr400, whose NIC it is. The rows reach 400 GB/s of a rack's 3,600: rings and trees of a group are "
+        "taken to use 8 of its NICs, point-to-point traffic each GPU's own.",
         origin="partly assumed",
         fixed=("protocols", "peer", "ring_nics"),
         hold_out=False,
