@@ -119,7 +119,9 @@ LEFT_OUT: dict[type[msgspec.Struct], dict[str, object]] = {
     HeldOut: {"long": None, "short": None},
     MemoryModel: {"moved_bytes": [], "moved_scale": []},
     GroupedModel: {"products": {}, "together": {}},
-    DeviceProfile: {"sustained_gemm_slowdown": 1.0, "sustained_basis": "", "power": None, "scan": None},
+    DeviceProfile: {
+        "sustained_gemm_slowdown": 1.0, "sustained_basis": "", "power": None, "scan": None, "traced": msgspec.UNSET,
+    },
 }  # fmt: skip
 
 

@@ -223,10 +223,10 @@ def test_processes_are_ranks(tmp_path: Path) -> None:
     assert of_job(path, groups) == {"world_size": 16, "rank": 8}
 
 
-@pytest.mark.parametrize("ranks", ["[0]", '{"0": "1"}', '{"x": 0}', '{"0": true}', f'{{"{"9" * 20}": 0}}'])
+@pytest.mark.parametrize("ranks", ["[0]", '{"0": "1"}', '{"0": true}', '{"0": -1}'])
 def test_a_file_that_says_ranks_in_other_ways_is_refused(ranks: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(f'{{"processRanks": {ranks}, "traceEvents": []}}')
-    with pytest.raises(DataError, match="processRanks: give the rank of each process by its number"):
+    with pytest.raises(DataError, match="processRanks: give the rank of each process, as"):
         read_traces(tmp_path / "t.json")
 
 
@@ -300,6 +300,8 @@ LACKS = {
     "memory-bandwidth": "no copy or set whose bandwidth is known",
     "memory-bandwidth-summary": "no copy or set whose bandwidth is known",
     "memory-categories": "name the file",
+    "memory-holders": "no memory snapshot",
+    "memory-peaks": "no memory in its profile in a simulated step",
     "memory-timeline": "no memory in its profile in a simulated step",
 }
 
