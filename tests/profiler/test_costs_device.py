@@ -120,7 +120,8 @@ LEFT_OUT: dict[type[msgspec.Struct], dict[str, object]] = {
     MemoryModel: {"moved_bytes": [], "moved_scale": []},
     GroupedModel: {"products": {}, "together": {}},
     DeviceProfile: {
-        "sustained_gemm_slowdown": 1.0, "sustained_basis": "", "power": None, "scan": None, "traced": msgspec.UNSET,
+        "sustained_gemm_slowdown": 1.0, "sustained_basis": "", "power": None, "scan": None,
+        "traced": msgspec.UNSET,
     },
 }  # fmt: skip
 
