@@ -215,11 +215,15 @@ def _writing_down(
 
 @contextmanager
 def _forked() -> Iterator[None]:
-    """Processes of the script are forked, however it wants them: a fresh one would find no GPU, no stand-ins."""
+    """Processes of the script are forked, however it wants them: a fresh one would find no GPU, no stand-ins.
+
+    It chooses among them as the first to do so, whatever this process chose before.
+    """
     kinds: dict[str, Any] = vars(multiprocessing.context)["_concrete_contexts"]
     before, chosen = dict(kinds), multiprocessing.get_start_method(allow_none=True)
     if "fork" in kinds:
         kinds.update(dict.fromkeys(kinds, kinds["fork"]))
+    multiprocessing.set_start_method(None, force=True)
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -111,7 +112,10 @@ if __name__ == "__main__":
 def test_a_script_that_starts_a_process_for_each_rank_is_captured_as_one_of_them(
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
+    multiprocessing.Lock()  # this process has chosen how it starts others
+    chosen = multiprocessing.get_start_method(allow_none=True)
     assert _called(_run(tmp_path, RANKS, World(rank=2, size=4), *arguments)) == [("all_reduce", 80)]
+    assert multiprocessing.get_start_method(allow_none=True) == chosen is not None
 
 
 SAMPLES = """import numpy as np, torch
