@@ -131,6 +131,20 @@ def test_the_trainer_names_the_stack(trainer: str, stack: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "attention"),
+    [
+        ({}, "fused-softmax"), ({"tp": 4, "dp": 2}, "eager"),
+        ({"tp": 4, "dp": 2, "micro_batch": 4}, "fused-softmax"), ({"seq_len": 2048}, "fused-softmax"),
+        ({"seq_len": 4096}, "eager"), ({"seq_len": 66}, "eager"),
+        ({"tp": 4, "dp": 2, "attention": "flash"}, "sdpa"),
+    ],
+)  # fmt: skip
+def test_scores_that_megatrons_softmax_does_not_take(change: dict[str, Any], attention: str) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    assert made(trainer="megatron-lm 2021", **change).model.attention == attention
+
+
+@pytest.mark.parametrize(
     ("plan", "stack"),
     [
         ({"attention": "unfused"}, "megatron-2021"), ({"pp": 2, "dp": 2}, "megatron-core"), ({}, "megatron-core"),

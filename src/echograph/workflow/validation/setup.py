@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from echograph.workflow.plan import Plan
@@ -82,15 +82,28 @@ def setup(row: MeasuredStep) -> Setup:
     if trainer.guessed:
         assumed.append(f"trainer '{row.text('trainer')}': stack {trainer.stack}")
     model = model_of(row, trainer, assumed)
+    plan, seq_len = _plan(row, trainer, model.layers, precision, assumed), row.number("seq_len")
+    if model.attention == "fused-softmax" and not _softmax_fuses(row, plan, seq_len):
+        model = replace(model, attention="eager")
     return Setup(
         model=model,
         spec=StepSpec(dtype=dtype, **trainer.step, **_adapters(row, trainer, assumed)),
-        plan=_plan(row, trainer, model.layers, precision, assumed),
-        seq_len=row.number("seq_len"),
+        plan=plan,
+        seq_len=seq_len,
         assumed=tuple(assumed),
         blocking=trainer.launch_blocking,
         layer_alone="layer only" in row.text("notes"),
     )
+
+
+def _softmax_fuses(row: MeasuredStep, plan: Plan, seq_len: int) -> bool:
+    """Whether Megatron-LM's kernel for scale, mask and softmax has a form for a rank's scores.
+
+    NVIDIA/Megatron-LM v2.0 to v2.6, megatron/model/fused_softmax.py: rows of 17 to 2,048 keys, by fours in
+    a matrix and over the matrices. Other scores are scaled, masked and normalised one by one.
+    """
+    matrices = (plan.micro_batch or 1) * row.number("heads", plan.tp) // plan.tp
+    return 16 < seq_len <= 2048 and seq_len % 4 == 0 and matrices % 4 == 0
 
 
 def _known(table: dict[str, Any], row: MeasuredStep, column: str) -> Any:
