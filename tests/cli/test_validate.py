@@ -122,7 +122,8 @@ def made(**change: object) -> Setup:
         ("bf16-mixed", ("bf16", "")), ("torch.bfloat16", ("bf16", "")), ("BF16 (TE)", ("bf16", "")),
         ("amp_bf16", ("bf16", "")), ("bfloat16 mixed precision", ("bf16", "")), ("16-mixed", ("fp16", "")),
         ("half", ("fp16", "")), ("32-true", ("fp32", "")), ("FP8", ("bf16", "fp8")), ("FP8-CS", ("bf16", "fp8")),
-        ("FP8-CS (FP8-MX)", ("bf16", "fp8")), ("fp8 (E4M3 hybrid)", ("bf16", "fp8")), ("FP8 (MX)", ("bf16", "mxfp8")),
+        ("FP8-CS (FP8-MX)", ("bf16", "fp8")), ("fp8 (E4M3 hybrid)", ("bf16", "fp8")),
+        ("FP8 (MX)", ("bf16", "mxfp8")),
         ("fp8 tensorwise", ("bf16", "fp8")), ("float8 rowwise", ("bf16", "fp8-rowwise")),
         ("FP8 (1x128 tiles)", ("bf16", "fp8-blockwise")), ("FP8-SC", ("bf16", "fp8-blockwise")),
         ("FP8 blockwise", ("bf16", "fp8-blockwise")), ("MXFP8", ("bf16", "mxfp8")), ("NVFP4", ("bf16", "nvfp4")),
@@ -136,7 +137,8 @@ def test_spellings_of_a_precision(text: str, read: tuple[str, str] | None) -> No
 @pytest.mark.parametrize(
     ("text", "read"),
     [
-        ("", "none"), ("none", "none"), ("No AC", "none"), ("False", "none"), ("no activation checkpointing", "none"),
+        ("", "none"), ("none", "none"), ("No AC", "none"), ("False", "none"),
+        ("no activation checkpointing", "none"),
         ("full", "full"), ("Full AC", "full"), ("True", "full"), ("activation checkpointing", "full"),
         ("selective", "selective"), ("Selective AC", "selective"), ("selective(op)", "selective-op"),
         ("Selective (op)", "selective-op"), ("sometimes", None), ("half of the layers", None),
@@ -161,6 +163,20 @@ def test_spellings_of_recomputation(text: str, read: str | None) -> None:
 def test_spellings_of_sharding(text: str, read: tuple[int, bool, int, bool] | None) -> None:
     said = spellings.sharding(text)
     assert (said and (said.stage, said.copies, said.group, said.reshards)) == read
+
+
+@pytest.mark.parametrize(
+    ("notes", "nic_GBps"),
+    [
+        ("", None), ("1600Gbps node-node RoCE", None), ("8xHDR200 IB/node (1.6Tb/s)", None), ("400Gbps", "6.25"),
+        ("128 GPUs; 800 Gbps", "12.5"), ("4 * 100Gb RoCE", "6.25"), ("800 Gb/s a node", "12.5"),
+        ("200Gb/s IB", None),
+        ("100Gb/s Ethernet", None), ("100 Gb/s per GPU", "12.5"), ("600 GB/s NVLink", None), ("3.2Tb/s EFA", "50"),
+    ],
+)  # fmt: skip
+def test_a_network_that_a_row_names_is_its_clusters(notes: str, nic_GBps: str | None) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    assert made(notes=notes).settings == ({"network.nic_GBps": nic_GBps} if nic_GBps else {})
 
 
 def test_groups_of_zero_3_are_copies() -> None:
@@ -238,7 +254,8 @@ def test_the_plan_hints_at_the_stack_of_an_unknown_trainer(plan: dict[str, Any],
     [
         ("H100", "dgx-h100"), ("DGX-H100", "dgx-h100"), ("NVIDIA H100 80GB HBM3", "dgx-h100"),
         ("H200 SXM", "dgx-h200"), ("nvidia_a100-sxm4-80gb", "dgx-a100"), ("A100-40G", "azure-nd-a100-v4"),
-        ("DGX-A100 (8x40G)", "azure-nd-a100-v4"), ("40GB A100", "azure-nd-a100-v4"), ("DGX-A100 640GB", "dgx-a100"),
+        ("DGX-A100 (8x40G)", "azure-nd-a100-v4"), ("40GB A100", "azure-nd-a100-v4"),
+        ("DGX-A100 640GB", "dgx-a100"),
         ("AMD Instinct MI300", "mi300x-node"), ("nvidia h200", "dgx-h200"),
         ("A100-80GB-SXM4", "dgx-a100"), ("A100-SXM4-40GB", "azure-nd-a100-v4"), ("DGX-GB300", "gb300-nvl72"),
         ("DGX-B200", "dgx-b200"), ("H100-96GB-HBM2e-500W", "grand-teton-h100"),

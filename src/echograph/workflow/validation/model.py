@@ -127,7 +127,7 @@ def _plain(name: str) -> str:
 
 
 def _same(name: str, entry: ModelEntry) -> bool:
-    """Whether a name has an entry's words, but for its parameters: they may be said or not, and must be about its."""
+    """Whether a name has an entry's words; its parameters may be said or not, and must be about the entry's."""
     return any(_words(name) == _words(word) for word in (entry.name, *entry.aliases)) and _sized(name, entry)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from echograph.simulator.clusters import Cluster, load_cluster
+from echograph.units import GB
 from echograph.workflow.plan import Plan
 from echograph.workflow.validation import spellings
 from echograph.workflow.validation.model import RowModel, model_of
@@ -14,6 +17,9 @@ from echograph.workflow.validation.trainers import Trainer, machine_of, trainer_
 
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import StepSpec
+
+BITS = 8
+"""Bits of a byte: networks are sold by bits, and clusters' files have bytes."""
 
 _Read = TypeVar("_Read")
 
@@ -34,6 +40,7 @@ class Setup:
         plan: how it is spread.
         seq_len: tokens of a sample.
         assumed: what the row does not say, one line each.
+        settings: keys of the cluster's file with other values.
         blocking: whether every launch waited for its kernel.
         layer_alone: whether the figure is of the layers alone, without embedding, loss and optimizer.
     """
@@ -43,6 +50,7 @@ class Setup:
     plan: Plan
     seq_len: int
     assumed: tuple[str, ...]
+    settings: Mapping[str, str]
     blocking: bool
     layer_alone: bool
 
@@ -74,12 +82,14 @@ def setup(row: MeasuredStep) -> Setup:
     row = _filled(row, trainer, assumed)
     dtype, precision = _known(spellings.precision(row.text("precision")), row, "precision")
     model = model_of(row, trainer, assumed)
+    plan = _plan(row, trainer, model.layers, precision, assumed)
     return Setup(
         model=model,
         spec=StepSpec(dtype=dtype, **trainer.step, **_adapters(row, trainer, assumed)),
-        plan=_plan(row, trainer, model.layers, precision, assumed),
+        plan=plan,
         seq_len=row.number("seq_len"),
         assumed=tuple(assumed),
+        settings=_network(row, load_cluster(plan.cluster)),
         blocking=trainer.launch_blocking,
         layer_alone="layer only" in row.text("notes"),
     )
@@ -144,7 +154,7 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
         ep=sizes["ep"],
         # More ranks than there are with data of their own: those of a tensor-parallel group are among them.
         etp=1 if sizes["ep"] > gpus // model * sizes["cp"] else None,
-        sequence_parallel=sizes["tp"] > 1 and _known(_yes(row, "sequence_parallel"), row, "sequence_parallel"),
+        sequence_parallel=sizes["tp"] > 1 and _known(_shares_sequence(row), row, "sequence_parallel"),
         **zero,
         capacity_factor=1.0 if "tokendrop" in row.text("model") else None,
         recompute=recompute,
@@ -154,6 +164,15 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
         global_batch=_global_batch(row, assumed),
         **trainer.set,
     )
+
+
+def _network(row: MeasuredStep, cluster: Cluster) -> dict[str, str]:
+    """The ports that a row says its nodes have, as a setting of the cluster; nothing where they are its own."""
+    own, ports = cluster.network.nic_bytes_per_s * BITS / GB, cluster.network.nics_per_node
+    said = spellings.node_network(row.text("notes"), own, cluster.gpus_per_node)
+    if said is None or abs(said / (own * ports) - 1) < 0.01:
+        return {}
+    return {"network.nic_GBps": f"{said / BITS / ports:g}"}
 
 
 def _adapters(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> dict[str, Any]:
@@ -193,13 +212,15 @@ def _kept(said: spellings.Sharding) -> dict[str, bool]:
     return {} if said.reshards else {"reshard_after_forward": False}
 
 
-def _yes(row: MeasuredStep, column: str) -> bool | None:
-    return spellings.flag(row.text(column) or "no")
+def _shares_sequence(row: MeasuredStep) -> bool | None:
+    return spellings.flag(row.text("sequence_parallel") or "no")
 
 
 def _global_batch(row: MeasuredStep, assumed: list[str]) -> int:
     if not row.text("global_batch"):
-        assumed.append("samples of a step " + ("by its rate" if row.real("step_time_s") else "without accumulation"))
+        assumed.append(
+            "samples of a step " + ("by its rate" if row.real("step_time_s") else "without accumulation")
+        )
     return row.global_batch
 
 

@@ -1,4 +1,4 @@
-"""What cells of tables of measured steps say, in the spellings of those who publish them; None where it is not known."""
+"""What cells of tables of measured steps say, in their publishers' spellings; None where it is not known."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ _SCALES = (
 
 _NO = ("none", "no", "false", "off", "0", "n", "without", "disabled", "-")
 _YES = ("full", "yes", "true", "on", "1", "y", "all", "enabled", "uniform")
-_RECOMPUTE_NOISE = re.compile(r"\b(activation|gradient|checkpoint(ing)?|recompute|recomputation|ac|granularity)\b|[\W_]+")
+_RECOMPUTE_NOISE = re.compile(
+    r"\b(activation|gradient|checkpoint(ing)?|recompute|recomputation|ac|granularity)\b|[\W_]+"
+)
 
 _FSDP = re.compile(r"(?P<hybrid>hsdp|hybrid[ _-]?fsdp)?(?(hybrid)|fsdp)(?P<version>[0-3])?(?P<more>[^0-9].*)?")
 _ZERO = re.compile(r"(?:zero|deepspeed)?[\s_-]*(?:stage)?[\s_-]*(?P<stage>[0-3])(?P<more>[^0-9].*)?")
 _GROUPS = re.compile(r"\((?P<gpus>[0-9]+)-gpu groups\)|^=\s*(?P<size>[1-9][0-9]*)$")
+
+_NETWORK = re.compile(
+    r"(?:(?P<many>[0-9]+) ?[x*] ?)?(?:(?P<ib>[EHNX]DR)(?P<class>[0-9]+)\b"
+    r"|(?P<rate>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[GT])b(?:ps|/s|it/s)?\b)(?P<after>[^;,()]*)"
+)
 
 
 def precision(text: str) -> tuple[str, str] | None:
@@ -125,3 +132,27 @@ def sharding(text: str) -> Sharding | None:
 def _group(more: str) -> int:
     said = _GROUPS.search(more)
     return int(said["gpus"] or said["size"]) if said else 0
+
+
+def node_network(text: str, nic_Gbps: float, gpus: int) -> float | None:
+    """What a node sends and receives over the network, in Gb/s; None where nothing is said that is clear.
+
+    A figure alone may be a port's or the node's: what no port of the machine reaches is the node's.
+
+    Args:
+        text: free words, as "4 * 100Gb RoCE", "400Gb/s RoCE per GPU", "3.2Tb/s node"; GB are bytes, and not read.
+        nic_Gbps: what a port of this kind of machine has.
+        gpus: those of a node.
+    """
+    for said in _NETWORK.finditer(text):
+        rate = float(said["class"] or said["rate"]) * (1000 if said["unit"] == "T" else 1)
+        after = said["after"]
+        if re.search(r"nvlink|hbm|memory", after, re.I):
+            continue
+        if said["many"]:
+            return rate * int(said["many"])
+        if re.search(r"(per|each|/) ?gpu", after, re.I):
+            return rate * gpus
+        if re.search(r"node|machine", after, re.I) or rate > nic_Gbps:
+            return rate
+    return None

@@ -78,8 +78,10 @@ class MeasuredStep:
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step; where the row leaves them out, what its rate and time make of them, or one micro-batch
-        of each replica where there is no pipeline.
+        """Samples of a step.
+
+        Where the row leaves them out, what its rate and time make of them, or, without a pipeline, one micro-batch
+        of each replica.
 
         Raises:
             Skip: it says too little.
