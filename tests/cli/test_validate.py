@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from echograph.workflow.validation import spellings
+from echograph.workflow.validation.fits import least_bytes
 from echograph.workflow.validation.model import public_model, with_known_sizes
 from echograph.workflow.validation.run import GIB, measured_memory, predict_rows
 from echograph.workflow.validation.score import Outcome, by_family
@@ -198,6 +199,49 @@ def test_an_empty_cell_is_what_its_trainer_does_and_says_so() -> None:
     alone = made(trainer="abacus", **empty | {"tp": 1, "n_gpus": 1, "dp": 1})
     assert not any(line.startswith(("zero_stage", "sequence_parallel")) for line in alone.assumed)
     assert made(trainer="fms-fsdp", recompute="Selective AC").plan.recompute == "full"
+
+
+def test_ddp_of_megatron_divides_the_optimizer_as_its_trainer_does() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    assert [made(trainer=name, zero_stage="DDP").plan.zero for name in ("nemo 24.07", "abacus")] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("notes", "stack"),
+    [
+        ("torch.compile", "inductor"), ("FSDP, compiled", "inductor"), ("compile=true", "inductor"),
+        ("compile=false", "fsdp"), ("without torch.compile", "fsdp"), ("no compile", "fsdp"), ("", "fsdp"),
+    ],
+)  # fmt: skip
+def test_an_unknown_trainer_that_compiles_runs_compiled_kernels(notes: str, stack: str) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    assert made(notes=notes, zero_stage="FSDP", attention="flash", trainer="abacus").plan.stack == stack
+
+
+def test_recomputation_that_is_left_open_is_what_the_memory_needs() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    large = {
+        "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672, "vocab": 32000, "layers": 80,
+        "seq_len": 8192, "params_B": 69, "zero_stage": "FSDP", "tp": 1, "n_gpus": 64, "dp": 64, "micro_batch": 2,
+        "global_batch": 128, "recompute": "",
+    }  # fmt: skip
+    found = made(**large)
+    assert found.plan.recompute == "full"
+    assert "recompute full, as it does not fit without" in found.assumed
+    for change in ({"recompute": "none"}, {"seq_len": 512, "micro_batch": 1}, {"zero_stage": "DDP"}):
+        assert made(**large | change).plan.recompute == "none"
+    # Of a GPT of Megatron-LM: 16 bytes a parameter divided by 8, and 22 h of each token and layer in 16 bit.
+    one = made(zero_stage="3", tp=1, dp=8)
+    hidden, layers, tokens = 128, 2, 2 * 64
+    state, kept = least_bytes(one.model, one.plan, 64)
+    assert (state, kept) == (12 * hidden**2 * layers * 16 // 8, 26 * hidden * layers * tokens)
+
+
+def test_a_published_model_of_another_width_is_skipped() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    assert made(model="Qwen2.5 7B", hidden=3584, heads=28, kv_heads=4).model.entry.name == "qwen2.5-7b"
+    with pytest.raises(Skip, match="hidden is 128, and that of qwen"):
+        made(model="Qwen2.5 7B")
 
 
 @pytest.mark.parametrize("batch", ["", "32"])

@@ -27,7 +27,7 @@ _BY_SIZES = {
 AGREES = 0.1
 """How far, relatively, the parameters that a row states may be from those of its sizes."""
 
-NEAR = 0.05
+NEAR = 0.06
 """How far, relatively, the parameters in a free name may be from those of the model that it names."""
 
 _METHODS = re.compile(r"\([^)]*\)|\b(sft|lora|qlora|pretrain|finetune)\b")
@@ -53,6 +53,12 @@ class RowModel:
     def layers(self) -> int:
         """How deep it is."""
         return int(self.entry.config[self._depth])
+
+    def size(self, column: str) -> int:
+        """A size under its name in tables; that of plain models where the configuration leaves it out."""
+        plain = {"kv_heads": "heads", "ffn_hidden": "hidden"}
+        value = _value(self.entry, column)
+        return int(value) if value is not None else self.size(plain[column]) * (4 if column == "ffn_hidden" else 1)
 
     @property
     def _depth(self) -> str:
@@ -144,7 +150,15 @@ def _words(name: str) -> list[str]:
 
 
 def _as_published(known: ModelEntry, row: MeasuredStep) -> ModelEntry:
-    """A model that its sizes do not say all of; only its vocabulary and depth may be others."""
+    """A model that its sizes do not say all of; only its vocabulary and depth may be others.
+
+    Raises:
+        Skip: the row states another width or other heads.
+    """
+    for column in ("hidden", "heads", "kv_heads"):
+        published = _value(known, column)
+        if row.text(column) and published and row.number(column) != published:
+            raise Skip(f"{column} is {row.text(column)}, and that of {known.name} is {published}")
     return known.with_config(
         vocab_size=row.number("vocab", int(known.config["vocab_size"])),
         max_position_embeddings=max(row.number("seq_len"), int(known.config.get("max_position_embeddings", 0))),

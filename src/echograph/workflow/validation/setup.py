@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.units import GB
 from echograph.workflow.plan import Plan
 from echograph.workflow.validation import spellings
+from echograph.workflow.validation.fits import least_bytes
 from echograph.workflow.validation.model import RowModel, model_of
 from echograph.workflow.validation.table import MeasuredStep, Skip
 from echograph.workflow.validation.trainers import Trainer, machine_of, trainer_of
@@ -83,9 +84,12 @@ def setup(row: MeasuredStep) -> Setup:
     dtype, precision = _known(spellings.precision(row.text("precision")), row, "precision")
     model = model_of(row, trainer, assumed)
     plan = _plan(row, trainer, model.layers, precision, assumed)
+    adapters = _adapters(row, trainer, assumed)
+    if not adapters:
+        plan = _fitting(row, model, plan, assumed)
     return Setup(
         model=model,
-        spec=StepSpec(dtype=dtype, **trainer.step, **_adapters(row, trainer, assumed)),
+        spec=StepSpec(dtype=dtype, **trainer.step, **adapters),
         plan=plan,
         seq_len=row.number("seq_len"),
         assumed=tuple(assumed),
@@ -117,8 +121,10 @@ def _filled(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> Measured
         "zero_stage": row.number("n_gpus") > ranks * row.number("pp", 1) * row.number("cp", 1),
     }
     filled = {}
-    for column, guess in _GUESSES.items():
-        if row.text(column) or not matters[column]:
+    for column, guess in (_GUESSES | trainer.cells).items():
+        # Megatron's DDP is what FSDP is not, and divides the optimizer or does not.
+        said = "" if column in trainer.cells and row.text(column).lower() == "ddp" else row.text(column)
+        if said or not matters.get(column, True):
             continue
         filled[column] = trainer.cells.get(column, guess)
         whose = "by default" if column in trainer.cells else "(a guess)"
@@ -164,6 +170,16 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
         global_batch=_global_batch(row, assumed),
         **trainer.set,
     )
+
+
+def _fitting(row: MeasuredStep, model: RowModel, plan: Plan, assumed: list[str]) -> Plan:
+    """The plan, with whole layers recomputed where it leaves recomputation open and does not fit without."""
+    guess = next((line for line in assumed if line.startswith("recompute none")), None)
+    state, kept = least_bytes(model, plan, row.number("seq_len"))
+    if guess is None or not state < load_cluster(plan.cluster).memory_bytes < state + kept:
+        return plan
+    assumed[assumed.index(guess)] = "recompute full, as it does not fit without"
+    return replace(plan, recompute="full")
 
 
 def _network(row: MeasuredStep, cluster: Cluster) -> dict[str, str]:

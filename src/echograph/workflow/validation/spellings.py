@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
-_TYPES = {
+DType = Literal["bf16", "fp16", "fp32"]
+
+_TYPES: dict[str, DType] = {
     "fp32": "fp32", "float32": "fp32", "32": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16",
     "16": "fp16", "bf16": "bf16", "bfloat16": "bf16",
 }  # fmt: skip
@@ -35,7 +38,7 @@ _NETWORK = re.compile(
 )
 
 
-def precision(text: str) -> tuple[str, str] | None:
+def precision(text: str) -> tuple[DType, str] | None:
     """Type of a step, and precision of its matrix products, "" where that is the type's.
 
     Args:
