@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from echograph.workflow.validation import spellings
+from echograph.workflow.validation.fits import least_bytes
 from echograph.workflow.validation.model import public_model, with_known_sizes
 from echograph.workflow.validation.run import GIB, measured_memory, predict_rows
 from echograph.workflow.validation.score import Outcome, by_family
@@ -116,8 +118,151 @@ def made(**change: object) -> Setup:
 
 
 @pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("bf16-mixed", ("bf16", "")), ("torch.bfloat16", ("bf16", "")), ("BF16 (TE)", ("bf16", "")),
+        ("amp_bf16", ("bf16", "")), ("bfloat16 mixed precision", ("bf16", "")), ("16-mixed", ("fp16", "")),
+        ("half", ("fp16", "")), ("32-true", ("fp32", "")), ("FP8", ("bf16", "fp8")), ("FP8-CS", ("bf16", "fp8")),
+        ("FP8-CS (FP8-MX)", ("bf16", "fp8")), ("fp8 (E4M3 hybrid)", ("bf16", "fp8")),
+        ("FP8 (MX)", ("bf16", "mxfp8")),
+        ("fp8 tensorwise", ("bf16", "fp8")), ("float8 rowwise", ("bf16", "fp8-rowwise")),
+        ("FP8 (1x128 tiles)", ("bf16", "fp8-blockwise")), ("FP8-SC", ("bf16", "fp8-blockwise")),
+        ("FP8 blockwise", ("bf16", "fp8-blockwise")), ("MXFP8", ("bf16", "mxfp8")), ("NVFP4", ("bf16", "nvfp4")),
+        ("MXFP4", None), ("INT8", None), ("FP8 somehow", None), ("", None),
+    ],
+)  # fmt: skip
+def test_spellings_of_a_precision(text: str, read: tuple[str, str] | None) -> None:
+    assert spellings.precision(text) == read
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("", "none"), ("none", "none"), ("No AC", "none"), ("False", "none"),
+        ("no activation checkpointing", "none"),
+        ("full", "full"), ("Full AC", "full"), ("True", "full"), ("activation checkpointing", "full"),
+        ("selective", "selective"), ("Selective AC", "selective"), ("selective(op)", "selective-op"),
+        ("Selective (op)", "selective-op"), ("sometimes", None), ("half of the layers", None),
+    ],
+)  # fmt: skip
+def test_spellings_of_recomputation(text: str, read: str | None) -> None:
+    assert spellings.recompute(text) == read
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("", (0, False, 0, True)), ("none", (0, False, 0, True)), ("DDP", (0, False, 0, True)),
+        ("FSDP", (3, False, 0, True)), ("fsdp2", (3, False, 0, True)), ("HSDP", (3, True, 0, True)),
+        ("FSDP (HYBRID_SHARD)", (3, True, 0, True)), ("fsdp2(SHARD_GRAD_OP)", (3, False, 0, False)),
+        ("FSDP NO_SHARD", (0, False, 0, True)), ("ZeRO-1", (1, False, 0, True)), ("zero2", (2, False, 0, True)),
+        ("ZeRO stage 3", (3, False, 0, True)), ("zero1=8", (1, False, 8, True)), ("zero1=-1", (1, False, 0, True)),
+        ("1 (8-GPU groups)", (1, False, 8, True)), ("distributed optimizer", (1, False, 0, True)),
+        ("3 (CPU offload)", None), ("ZeRO-Infinity", None), ("ZeRO++", None), ("12", None), ("most", None),
+    ],
+)  # fmt: skip
+def test_spellings_of_sharding(text: str, read: tuple[int, bool, int, bool] | None) -> None:
+    said = spellings.sharding(text)
+    assert (said and (said.stage, said.copies, said.group, said.reshards)) == read
+
+
+@pytest.mark.parametrize(
+    ("notes", "nic_GBps"),
+    [
+        ("", None), ("1600Gbps node-node RoCE", None), ("8xHDR200 IB/node (1.6Tb/s)", None), ("400Gbps", "6.25"),
+        ("128 GPUs; 800 Gbps", "12.5"), ("4 * 100Gb RoCE", "6.25"), ("800 Gb/s a node", "12.5"),
+        ("200Gb/s IB", None),
+        ("100Gb/s Ethernet", None), ("100 Gb/s per GPU", "12.5"), ("600 GB/s NVLink", None), ("3.2Tb/s EFA", "50"),
+    ],
+)  # fmt: skip
+def test_a_network_that_a_row_names_is_its_clusters(notes: str, nic_GBps: str | None) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    assert made(notes=notes).settings == ({"network.nic_GBps": nic_GBps} if nic_GBps else {})
+
+
+def test_groups_of_zero_3_are_copies() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    change = {"n_gpus": 16, "tp": 1, "dp": 16}
+    assert made(zero_stage="3 (8-GPU groups)", **change).plan.hsdp_replicas == 2
+    assert "zero 3 over all replicas" in made(zero_stage="3 by hand", **change).assumed
+
+
+def test_an_empty_cell_is_what_its_trainer_does_and_says_so() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    empty = {"sequence_parallel": "", "zero_stage": "", "recompute": "", "precision": ""}
+    known, guessed = made(trainer="NeMo 24.07", **empty), made(trainer="abacus", **empty)
+    assert (known.plan.zero, known.plan.sequence_parallel, known.plan.recompute) == (1, True, "none")
+    assert (guessed.plan.zero, guessed.plan.sequence_parallel, guessed.spec.dtype) == (0, False, "bf16")
+    for column, value in (("zero_stage", "1"), ("sequence_parallel", "yes"), ("recompute", "none")):
+        assert f"{column} {value} by default" in known.assumed
+        assert any(line.startswith(column) and line.endswith("(a guess)") for line in guessed.assumed)
+    alone = made(trainer="abacus", **empty | {"tp": 1, "n_gpus": 1, "dp": 1})
+    assert not any(line.startswith(("zero_stage", "sequence_parallel")) for line in alone.assumed)
+    assert made(trainer="fms-fsdp", recompute="Selective AC").plan.recompute == "full"
+
+
+def test_ddp_of_megatron_divides_the_optimizer_as_its_trainer_does() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    assert [made(trainer=name, zero_stage="DDP").plan.zero for name in ("nemo 24.07", "abacus")] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("notes", "stack"),
+    [
+        ("torch.compile", "inductor"), ("FSDP, compiled", "inductor"), ("compile=true", "inductor"),
+        ("compile=false", "fsdp"), ("without torch.compile", "fsdp"), ("no compile", "fsdp"), ("", "fsdp"),
+    ],
+)  # fmt: skip
+def test_an_unknown_trainer_that_compiles_runs_compiled_kernels(notes: str, stack: str) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    assert made(notes=notes, zero_stage="FSDP", attention="flash", trainer="abacus").plan.stack == stack
+
+
+def test_recomputation_that_is_left_open_is_what_the_memory_needs() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    large = {
+        "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672, "vocab": 32000, "layers": 80,
+        "seq_len": 8192, "params_B": 69, "zero_stage": "FSDP", "tp": 1, "n_gpus": 64, "dp": 64, "micro_batch": 2,
+        "global_batch": 128, "recompute": "",
+    }  # fmt: skip
+    found = made(**large)
+    assert found.plan.recompute == "full"
+    assert "recompute full, as it does not fit without" in found.assumed
+    for change in ({"recompute": "none"}, {"seq_len": 512, "micro_batch": 1}, {"zero_stage": "DDP"}):
+        assert made(**large | change).plan.recompute == "none"
+    # Of a GPT of Megatron-LM: 16 bytes a parameter divided by 8, and 22 h of each token and layer in 16 bit.
+    one = made(zero_stage="3", tp=1, dp=8)
+    hidden, layers, tokens = 128, 2, 2 * 64
+    state, kept = least_bytes(one.model, one.plan, 64)
+    assert (state, kept) == (12 * hidden**2 * layers * 16 // 8, 26 * hidden * layers * tokens)
+
+
+def test_a_published_model_of_another_width_is_skipped() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    assert made(model="Qwen2.5 7B", hidden=3584, heads=28, kv_heads=4).model.entry.name == "qwen2.5-7b"
+    with pytest.raises(Skip, match="hidden is 128, and that of qwen"):
+        made(model="Qwen2.5 7B")
+
+
+@pytest.mark.parametrize("batch", ["", "32"])
+def test_samples_of_a_step_are_told_by_its_rate_or_without_accumulation(batch: str) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    rate = {"global_batch": batch, "tokens_per_s_per_gpu": 64, "micro_batch": 4}
+    both = made(step_time_s=4, **rate)
+    assert both.plan.global_batch == 32
+    assert ("samples of a step by its rate" in both.assumed) == (not batch)
+    alone = MeasuredStep({k: str(v) for k, v in (ROW | rate | {"step_time_s": ""}).items()})
+    assert setup(alone).plan.global_batch == int(batch or 16)
+    assert alone.measured_s == int(batch or 16) * 64 / (64 * 8)
+    with pytest.raises(Skip, match="global_batch is empty"):
+        MeasuredStep(alone.columns | {"global_batch": "", "pp": "2"}).measured_s  # noqa: B018
+
+
+@pytest.mark.parametrize(
     ("trainer", "stack"),
     [
+        ("NeMo 24.07", "nemo"), ("NeMo AutoModel", "automodel"), ("Megatron-LM v0.12", "megatron-core"),
+        ("Megatron Core", "megatron-core"), ("megatron_lm 2021", "megatron-2021"), ("TorchTitan", "torchtitan"),
         ("megatron-lm 2022", "megatron-2021"), ("megatron-lm 2024", "megatron-core"), ("nemo 25.02", "nemo-2"),
         ("nemo 24.12", "nemo"), ("torchtitan", "torchtitan"),
     ],
@@ -166,7 +311,10 @@ def test_the_plan_hints_at_the_stack_of_an_unknown_trainer(plan: dict[str, Any],
     ("gpu", "cluster"),
     [
         ("H100", "dgx-h100"), ("DGX-H100", "dgx-h100"), ("NVIDIA H100 80GB HBM3", "dgx-h100"),
-        ("H200 SXM", "dgx-h200"),
+        ("H200 SXM", "dgx-h200"), ("nvidia_a100-sxm4-80gb", "dgx-a100"), ("A100-40G", "azure-nd-a100-v4"),
+        ("DGX-A100 (8x40G)", "azure-nd-a100-v4"), ("40GB A100", "azure-nd-a100-v4"),
+        ("DGX-A100 640GB", "dgx-a100"),
+        ("AMD Instinct MI300", "mi300x-node"), ("nvidia h200", "dgx-h200"),
         ("A100-80GB-SXM4", "dgx-a100"), ("A100-SXM4-40GB", "azure-nd-a100-v4"), ("DGX-GB300", "gb300-nvl72"),
         ("DGX-B200", "dgx-b200"), ("H100-96GB-HBM2e-500W", "grand-teton-h100"),
     ],
@@ -178,7 +326,7 @@ def test_spellings_of_gpus(gpu: str, cluster: str) -> None:
     assert any("clocks" in line for line in found.assumed) == ("500W" in gpu)
 
 
-@pytest.mark.parametrize("gpu", ["H100 PCIe", "A100-PCIE-40GB", "H100 NVL", "abacus", "XB200"])
+@pytest.mark.parametrize("gpu", ["H100 PCIe", "A100-PCIE-40GB", "H100 NVL", "abacus", "XB200", "MI300A"])
 def test_a_gpu_without_a_preset_is_skipped(gpu: str) -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     with pytest.raises(Skip, match="has no cluster preset"):
@@ -230,6 +378,10 @@ def test_spellings_of_what_is_sharded(stage: str, plan: tuple[object, ...]) -> N
         ("GPT OSS 120B", "gpt-oss-120b"), ("Nemotron4-15B", "nemotron-4-15b"),
         ("Nemotron_3_Nano", "nemotron-3-nano-30b-a3b"), ("Qwen3 235B", "qwen3-235b-a22b"),
         ("LLAMA3_70B LoRA", "llama-3-70b"), ("GPT toy", None), ("mosaic", None),
+        ("DeepSeek V3 671B", "deepseek-v3"), ("Nemotron V3 Super 120B", "nemotron-3-super-120b-a12b"),
+        ("Qwen3 MoE 235B", "qwen3-235b-a22b"), ("LLAMA3-405B", "llama-3.1-405b"), ("Nemotron-8B", "nemotron-3-8b"),
+        ("GPT3-5B", "gpt3-5b"), ("GPT-2 (124M)", "gpt2"), ("GPT-2 (1.5B)", None), ("Llama 70B", None),
+        ("DeepSeek V3 236B", None), ("Qwen3 235B (22B active)", "qwen3-235b-a22b"),
     ],
 )  # fmt: skip
 def test_public_models_are_known_by_free_spellings(name: str, known: str | None) -> None:
@@ -289,6 +441,22 @@ def test_a_rate_or_a_utilisation_stands_for_a_step_time() -> None:
     ):  # fmt: skip
         with pytest.raises(Skip, match=why):
             MeasuredStep({k: str(v) for k, v in (ROW | said | change).items()}).measured_s  # noqa: B018
+
+
+def test_a_utilisation_is_a_share_or_percent_of_the_peak_in_16_bit() -> None:
+    said = {"step_time_s": "", "seq_len": 2048, "global_batch": 64, "n_gpus": 8}
+    said |= {"params_B": 1, "layers": 10, "hidden": 1000, "mfu": 0.5}
+
+    def seconds(**change: object) -> float:
+        return MeasuredStep({k: str(v) for k, v in (ROW | said | change).items()}).measured_s
+
+    assert seconds(mfu="50%") == seconds(mfu=50) == seconds(mfu=0.5) == 2 * seconds(mfu=1)
+    assert seconds(gpu_type="DGX-A100") == seconds(gpu_type="80GB A100") == seconds()
+    assert seconds(gpu_type="NVIDIA GB200 NVL72") == pytest.approx(seconds() * 312 / 2500)
+    assert seconds(mfu=0.5, tflops_per_gpu=156, precision="fp8", recompute="No AC") == seconds()
+    for change, why in (({"precision": "fp8"}, "which precision's peak"), ({"seq_len": 131072}, "is masked")):
+        with pytest.raises(Skip, match=why):
+            seconds(**change)
 
 
 def test_a_public_name_stands_for_the_sizes_that_a_row_leaves_out() -> None:

@@ -27,8 +27,14 @@ _BY_SIZES = {
 AGREES = 0.1
 """How far, relatively, the parameters that a row states may be from those of its sizes."""
 
+NEAR = 0.06
+"""How far, relatively, the parameters in a free name may be from those of the model that it names."""
+
 _METHODS = re.compile(r"\([^)]*\)|\b(sft|lora|qlora|pretrain|finetune)\b")
 """What a name says beyond the model."""
+
+_MANNERS = ("moe", "v", "model", "base", "instruct", "chat", "hf", "bf", "nvidia")
+"""Words of names that tell no model from another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,12 @@ class RowModel:
     def layers(self) -> int:
         """How deep it is."""
         return int(self.entry.config[self._depth])
+
+    def size(self, column: str) -> int:
+        """A size under its name in tables; that of plain models where the configuration leaves it out."""
+        plain = {"kv_heads": "heads", "ffn_hidden": "hidden"}
+        value = _value(self.entry, column)
+        return int(value) if value is not None else self.size(plain[column]) * (4 if column == "ffn_hidden" else 1)
 
     @property
     def _depth(self) -> str:
@@ -99,20 +111,54 @@ def with_known_sizes(row: MeasuredStep) -> MeasuredStep:
 
 def public_model(name: str) -> ModelEntry | None:
     """The model of the zoo that a free spelling names, as "Qwen3_30B (tokendrop)"; None where none is such."""
-    said = _plain(_METHODS.sub(" ", name.lower()))
+    aside = " ".join(re.findall(r"\(([^)]*)\)", name))
+    found = _named(_METHODS.sub(" ", name.lower()))
+    return found if found is not None and _sized(aside, found) else None
+
+
+def _named(free: str) -> ModelEntry | None:
+    said = _plain(free)
     names = {_plain(word): entry for entry in model_entries() for word in (entry.name, *entry.aliases)}
     if said in names:
         return names[said]
     longer = {entry.name for word, entry in names.items() if len(said) > 5 and word.startswith(said)}
-    return get_model(longer.pop()) if len(longer) == 1 else None
+    if len(longer) == 1:
+        return get_model(longer.pop())
+    entries = [entry for entry in model_entries() if _same(free, entry)]
+    return entries[0] if len(entries) == 1 else None
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.rsplit("/", 1)[-1].lower())
 
 
+def _same(name: str, entry: ModelEntry) -> bool:
+    """Whether a name has an entry's words; its parameters may be said or not, and must be about the entry's."""
+    return any(_words(name) == _words(word) for word in (entry.name, *entry.aliases)) and _sized(name, entry)
+
+
+def _sized(text: str, entry: ModelEntry) -> bool:
+    """Whether the parameters that a text says, but for active ones, are about an entry's."""
+    said = re.findall(r"(?<![a-z0-9.])([0-9]+(?:\.[0-9]+)?)([bm])\b(?!.?act)", text.lower())
+    counts = [float(number) * (1e9 if unit == "b" else 1e6) for number, unit in said]
+    return all(abs(count - (entry.parameters or 0)) <= NEAR * count for count in counts)
+
+
+def _words(name: str) -> list[str]:
+    words = re.findall(r"[0-9.]+[bm]|a[0-9.]+b|[a-z]+|[0-9.]+", name.rsplit("/", 1)[-1].lower())
+    return sorted(word for word in words if word not in _MANNERS and not re.fullmatch(r"a?[0-9.]+[bm]", word))
+
+
 def _as_published(known: ModelEntry, row: MeasuredStep) -> ModelEntry:
-    """A model that its sizes do not say all of; only its vocabulary and depth may be others."""
+    """A model that its sizes do not say all of; only its vocabulary and depth may be others.
+
+    Raises:
+        Skip: the row states another width or other heads.
+    """
+    for column in ("hidden", "heads", "kv_heads"):
+        published = _value(known, column)
+        if row.text(column) and published and row.number(column) != published:
+            raise Skip(f"{column} is {row.text(column)}, and that of {known.name} is {published}")
     return known.with_config(
         vocab_size=row.number("vocab", int(known.config["vocab_size"])),
         max_position_embeddings=max(row.number("seq_len"), int(known.config.get("max_position_embeddings", 0))),

@@ -121,7 +121,7 @@ class _Steps:
         step = self._whole(made)
         of_step, of_job = split_at_job(passes(made.plan, step.workload, system.cluster))
         begun = (made.model.layers, made.micro_batch, *map(pass_text, of_step))
-        key = (begun, made.plan.cluster, *map(pass_text, map(_alike, of_job)))
+        key = (begun, made.plan.cluster, *made.settings.items(), *map(pass_text, map(_alike, of_job)))
         before, job = self.last
         if job is None or key != before:
             started = self._once(begun, lambda: run(step, of_step, to=StepGraph, verify=False))
@@ -189,7 +189,7 @@ def _compile(made: Setup, layers: int, batch_size: int) -> StepGraph:
 
 def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
     try:
-        system = System(made.plan.cluster, launch_blocking=made.blocking)
+        system = System(made.plan.cluster, settings=made.settings, launch_blocking=made.blocking)
         job = steps.job(made, system)
         result = simulate(job, system, plan=made.plan, memory=False)
         step_s, work = result.step_s, result.work

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from echograph.simulator.clusters import Cluster, load_cluster
+from echograph.units import GB
 from echograph.workflow.plan import Plan
+from echograph.workflow.validation import spellings
+from echograph.workflow.validation.fits import least_bytes
 from echograph.workflow.validation.model import RowModel, model_of
 from echograph.workflow.validation.table import MeasuredStep, Skip
 from echograph.workflow.validation.trainers import Trainer, machine_of, trainer_of
@@ -14,20 +19,13 @@ from echograph.workflow.validation.trainers import Trainer, machine_of, trainer_
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import StepSpec
 
-RECOMPUTE = {"": "none", "none": "none", "full": "full", "selective": "selective", "selective(op)": "selective-op"}
-ZERO = re.compile(r"(?:(?P<hsdp>hsdp)|fsdp|zero-?)?(?P<stage>[0-3])(?P<more>[^0-9].*)?")
-"""Spellings of a stage: 1, "fsdp3", "hsdp3", "1 (8-GPU groups)", "fsdp2(SHARD_GRAD_OP)"."""
-GROUPS = re.compile(r"\((?P<gpus>[0-9]+)-GPU groups\)")
-"""How many ranks divide the optimizer among themselves, as of "1 (8-GPU groups)"."""
-PRECISION = {
-    "fp32": ("fp32", ""), "fp16": ("fp16", ""), "bf16": ("bf16", ""), "amp_bf16": ("bf16", ""),
-    "bf16 te": ("bf16", ""), "fp8": ("bf16", "fp8"), "fp8-hybrid": ("bf16", "fp8"), "fp8-cs": ("bf16", "fp8"),
-    "fp8 tensorwise": ("bf16", "fp8"), "fp8 rowwise": ("bf16", "fp8-rowwise"), "amp_fp8": ("bf16", "fp8"),
-    "mxfp8": ("bf16", "mxfp8"), "fp8-mx": ("bf16", "mxfp8"), "fp8-sc": ("bf16", "fp8-blockwise"),
-    "nvfp4": ("bf16", "nvfp4"),
-}  # fmt: skip
-"""Type of the step and precision of its matrix products."""
+BITS = 8
+"""Bits of a byte: networks are sold by bits, and clusters' files have bytes."""
 
+_Read = TypeVar("_Read")
+
+_GUESSES = {"precision": "bf16", "recompute": "none", "sequence_parallel": "no", "zero_stage": "0"}
+"""What an empty cell is taken for where nothing is known of the trainer."""
 
 NODE = 8
 """GPUs among which a model is sharded that has copies (HSDP), where a row does not say how many."""
@@ -43,6 +41,7 @@ class Setup:
         plan: how it is spread.
         seq_len: tokens of a sample.
         assumed: what the row does not say, one line each.
+        settings: keys of the cluster's file with other values.
         blocking: whether every launch waited for its kernel.
         layer_alone: whether the figure is of the layers alone, without embedding, loss and optimizer.
     """
@@ -52,6 +51,7 @@ class Setup:
     plan: Plan
     seq_len: int
     assumed: tuple[str, ...]
+    settings: Mapping[str, str]
     blocking: bool
     layer_alone: bool
 
@@ -77,20 +77,25 @@ def setup(row: MeasuredStep) -> Setup:
     from echograph.frontend.pytorch.spec import StepSpec
 
     assumed: list[str] = []
-    dtype, precision = _known(PRECISION, row, "precision")
     trainer = trainer_of(row)
     if trainer.guessed:
         assumed.append(f"trainer '{row.text('trainer')}': stack {trainer.stack}")
+    row = _filled(row, trainer, assumed)
+    dtype, precision = _known(spellings.precision(row.text("precision")), row, "precision")
     model = model_of(row, trainer, assumed)
     plan, seq_len = _plan(row, trainer, model.layers, precision, assumed), row.number("seq_len")
+    adapters = _adapters(row, trainer, assumed)
+    if not adapters:
+        plan = _fitting(row, model, plan, assumed)
     if model.attention == "fused-softmax" and not _softmax_fuses(row, plan, seq_len):
         model = replace(model, attention="eager")
     return Setup(
         model=model,
-        spec=StepSpec(dtype=dtype, **trainer.step, **_adapters(row, trainer, assumed)),
+        spec=StepSpec(dtype=dtype, **trainer.step, **adapters),
         plan=plan,
         seq_len=seq_len,
         assumed=tuple(assumed),
+        settings=_network(row, load_cluster(plan.cluster)),
         blocking=trainer.launch_blocking,
         layer_alone="layer only" in row.text("notes"),
     )
@@ -106,17 +111,37 @@ def _softmax_fuses(row: MeasuredStep, plan: Plan, seq_len: int) -> bool:
     return 16 < seq_len <= 2048 and seq_len % 4 == 0 and matrices % 4 == 0
 
 
-def _known(table: dict[str, Any], row: MeasuredStep, column: str) -> Any:
-    value = row.text(column)
-    for spelling in (value, value.lower(), _bare(value.lower())):
-        if spelling in table:
-            return table[spelling]
-    raise Skip(f"{column} '{value}' is not modelled")
+def _known(read: _Read | None, row: MeasuredStep, column: str) -> _Read:
+    if read is None:
+        raise Skip(f"{column} '{row.text(column)}' is not modelled")
+    return read
 
 
-def _bare(text: str) -> str:
-    """A text without what stands in parentheses."""
-    return re.sub(r"\s*\([^)]*\)", "", text).strip()
+def _filled(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> MeasuredStep:
+    """The row with what its trainer does where a cell is empty; what no trainer says is assumed.
+
+    Args:
+        row: as it stands in the table.
+        trainer: whose `cells` are taken.
+        assumed: told of each cell that matters.
+    """
+    ranks = row.number("tp", 1)
+    matters = {
+        "precision": True,
+        "recompute": True,
+        "sequence_parallel": ranks > 1,
+        "zero_stage": row.number("n_gpus") > ranks * row.number("pp", 1) * row.number("cp", 1),
+    }
+    filled = {}
+    for column, guess in (_GUESSES | trainer.cells).items():
+        # Megatron's DDP is what FSDP is not, and divides the optimizer or does not.
+        said = "" if column in trainer.cells and row.text(column).lower() == "ddp" else row.text(column)
+        if said or not matters.get(column, True):
+            continue
+        filled[column] = trainer.cells.get(column, guess)
+        whose = "by default" if column in trainer.cells else "(a guess)"
+        assumed.append(f"{column} {filled[column]} {whose}")
+    return MeasuredStep(row.columns | filled)
 
 
 def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assumed: list[str]) -> Plan:
@@ -128,9 +153,13 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
     gpus, model = row.number("n_gpus"), sizes["tp"] * sizes["pp"] * sizes["cp"]
     if gpus % model or row.number("dp", gpus // model) * model != gpus:
         raise Skip(f"{gpus} GPUs are not tp x pp x cp x dp")
-    if row.text("recompute") == "see recipe":
+    recompute = row.text("recompute")
+    if recompute == "see recipe":
         assumed.append("no recomputation")
-    recompute = "none" if row.text("recompute") == "see recipe" else _known(RECOMPUTE, row, "recompute")
+        recompute = "none"
+    recompute = _known(spellings.recompute(recompute, trainer.selective), row, "recompute")
+    if trainer.selective != "selective" and row.text("recompute").lower().startswith("selective"):
+        assumed.append(f"selective recomputation: {recompute}")
     zero = _zero(row, gpus // model, sizes["pp"], assumed)
     return Plan(
         gpus=gpus,
@@ -143,16 +172,35 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
         ep=sizes["ep"],
         # More ranks than there are with data of their own: those of a tensor-parallel group are among them.
         etp=1 if sizes["ep"] > gpus // model * sizes["cp"] else None,
-        sequence_parallel=row.text("sequence_parallel") == "yes" and sizes["tp"] > 1,
+        sequence_parallel=sizes["tp"] > 1 and _known(_shares_sequence(row), row, "sequence_parallel"),
         **zero,
         capacity_factor=1.0 if "tokendrop" in row.text("model") else None,
         recompute=recompute,
         precision=precision,
         stack=trainer.stack,
         micro_batch=_micro_batch(row, trainer, gpus // model, sizes, assumed),
-        global_batch=row.number("global_batch"),
+        global_batch=_global_batch(row, assumed),
         **trainer.set,
     )
+
+
+def _fitting(row: MeasuredStep, model: RowModel, plan: Plan, assumed: list[str]) -> Plan:
+    """The plan, with whole layers recomputed where it leaves recomputation open and does not fit without."""
+    guess = next((line for line in assumed if line.startswith("recompute none")), None)
+    state, kept = least_bytes(model, plan, row.number("seq_len"))
+    if guess is None or not state < load_cluster(plan.cluster).memory_bytes < state + kept:
+        return plan
+    assumed[assumed.index(guess)] = "recompute full, as it does not fit without"
+    return replace(plan, recompute="full")
+
+
+def _network(row: MeasuredStep, cluster: Cluster) -> dict[str, str]:
+    """The ports that a row says its nodes have, as a setting of the cluster; nothing where they are its own."""
+    own, ports = cluster.network.nic_bytes_per_s * BITS / GB, cluster.network.nics_per_node
+    said = spellings.node_network(row.text("notes"), own, cluster.gpus_per_node)
+    if said is None or abs(said / (own * ports) - 1) < 0.01:
+        return {}
+    return {"network.nic_GBps": f"{said / BITS / ports:g}"}
 
 
 def _adapters(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> dict[str, Any]:
@@ -170,24 +218,38 @@ def _zero(row: MeasuredStep, replicas: int, stages: int, assumed: list[str]) -> 
     DeepSpeed refuses the two together, and others (Megatron's distributed optimizer, FSDP's SHARD_GRAD_OP) keep
     whole gradients until the last micro-batch.
     """
-    said = ZERO.fullmatch(row.text("zero_stage") or "0")
-    if said is None:
-        raise Skip(f"zero_stage '{row.text('zero_stage')}' is not modelled")
-    more, stage = said["more"] or "", int(said["stage"])
-    groups = GROUPS.search(more)
-    if stage == 1 and groups and replicas % int(groups["gpus"]) == 0 and replicas > int(groups["gpus"]) > 1:
-        return {"zero": 1, "distributed_optimizer_instances": replicas // int(groups["gpus"])}
-    if stage < 3 and more and "SHARD_GRAD_OP" not in more:
-        assumed.append(f"zero {stage} over all replicas")
-    if "SHARD_GRAD_OP" in more:
-        return {"zero": 3, "reshard_after_forward": False}
-    if stage == 2 and stages > 1 and replicas > 1:
+    said = _known(spellings.sharding(row.text("zero_stage")), row, "zero_stage")
+    group = said.group if said.group and replicas % said.group == 0 and replicas > said.group > 1 else 0
+    if said.unread or (said.group and not group and said.group != replicas):
+        assumed.append(f"zero {said.stage} over all replicas")
+    if said.stage == 3:
+        copies = replicas // group if group else 1
+        if said.copies and not group and replicas > NODE:
+            assumed.append("sharded within nodes")
+            copies = replicas // NODE
+        return {"zero": 3} | ({"hsdp_replicas": copies} if copies > 1 else {}) | _kept(said)
+    if said.stage == 1 and group:
+        return {"zero": 1, "distributed_optimizer_instances": replicas // group}
+    if said.stage == 2 and stages > 1 and replicas > 1:
         assumed.append("gradients reduced once a step")
         return {"zero": 1}
-    if said["hsdp"] and stage == 3 and replicas > NODE:
-        assumed.append("sharded within nodes")
-        return {"zero": 3, "hsdp_replicas": replicas // NODE}
-    return {"zero": stage}
+    return {"zero": said.stage}
+
+
+def _kept(said: spellings.Sharding) -> dict[str, bool]:
+    return {} if said.reshards else {"reshard_after_forward": False}
+
+
+def _shares_sequence(row: MeasuredStep) -> bool | None:
+    return spellings.flag(row.text("sequence_parallel") or "no")
+
+
+def _global_batch(row: MeasuredStep, assumed: list[str]) -> int:
+    if not row.text("global_batch"):
+        assumed.append(
+            "samples of a step " + ("by its rate" if row.real("step_time_s") else "without accumulation")
+        )
+    return row.global_batch
 
 
 def _stage_layers(layers: int, chunks: int, further: int) -> str:
@@ -217,4 +279,4 @@ def _micro_batch(
         return trainer.micro_batch
     assumed.append(f"as many micro-batches as pipeline {trainer.micro_batch}")
     pieces = sizes["pp"] * (sizes["vpp"] if trainer.micro_batch == "chunks" else 1)
-    return max(1, row.number("global_batch") // replicas // pieces)
+    return max(1, row.global_batch // replicas // pieces)

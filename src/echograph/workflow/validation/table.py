@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from echograph.errors import DataError, InputError
+from echograph.workflow.validation.spellings import recompute
 
 MAX_ROWS = 100_000
 REQUIRED = ("id", "model", "gpu_type", "n_gpus", "step_time_s")
@@ -16,7 +18,10 @@ PEAKS = {
     "A100": 312e12, "A800": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12,
     "B300": 2250e12, "GB200": 2500e12, "GB300": 2500e12, "V100": 125e12, "MI300X": 1307e12,
 }  # fmt: skip
-"""FLOP/s in 16 bit that sources divide by (the makers' data sheets, dense), by what a GPU's name begins with."""
+"""FLOP/s in 16 bit that sources divide by (the makers' data sheets, dense), by a GPU's name."""
+
+CONVENTIONS = 0.1
+"""How far, relatively, model FLOPs may differ by convention for a rate of them to stand for a time."""
 
 
 class Skip(Exception):
@@ -72,6 +77,26 @@ class MeasuredStep:
         return value if 0 < value < 1e15 else None
 
     @property
+    def global_batch(self) -> int:
+        """Samples of a step.
+
+        Where the row leaves them out, what its rate and time make of them, or, without a pipeline, one micro-batch
+        of each replica.
+
+        Raises:
+            Skip: it says too little.
+        """
+        if self.text("global_batch"):
+            return self.number("global_batch")
+        seconds, rate = self.real("step_time_s"), self.real("tokens_per_s_per_gpu")
+        if seconds is not None and rate is not None:
+            return max(1, round(seconds * rate * self.number("n_gpus") / self.number("seq_len")))
+        if seconds is None and rate is not None and self.number("pp", 1) == 1 and self.text("micro_batch"):
+            model = self.number("tp", 1) * self.number("cp", 1)
+            return self.number("micro_batch") * max(1, self.number("n_gpus") // model)
+        return self.number("global_batch")
+
+    @property
     def measured_s(self) -> float:
         """The measured step time, or what the measured rate of tokens makes of it.
 
@@ -81,7 +106,7 @@ class MeasuredStep:
         seconds = self.real("step_time_s")
         rate = self.real("tokens_per_s_per_gpu")
         if seconds is None and rate is not None:
-            seconds = self.number("global_batch") * self.number("seq_len") / (rate * self.number("n_gpus"))
+            seconds = self.global_batch * self.number("seq_len") / (rate * self.number("n_gpus"))
         if seconds is None:
             seconds = self._of_utilisation()
         if seconds is None:
@@ -94,7 +119,7 @@ class MeasuredStep:
         """Seconds by model FLOPs: 6 N + 12 layers hidden sequence a token (Chowdhery et al. 2022, appendix B).
 
         Raises:
-            Skip: the rate may count more or less than these.
+            Skip: the rate may count more or less than these by over `CONVENTIONS`.
         """
         billions, rate = self.real("params_B"), self._model_flop_s()
         if billions is None or rate is None:
@@ -103,19 +128,39 @@ class MeasuredStep:
             raise Skip(
                 "a rate of FLOPs is all it has, and its experts' share of them is not in the table's columns"
             )
-        tokens = self.number("global_batch") * self.number("seq_len")
-        each = 6e9 * billions + 12 * self.number("layers") * self.number("hidden") * self.number("seq_len")
-        return tokens * each / (rate * self.number("n_gpus"))
+        length = self.number("seq_len")
+        attention = 12 * self.number("layers") * self.number("hidden") * length
+        if attention / 2 > CONVENTIONS * (6e9 * billions + attention / 2):
+            raise Skip(
+                f"a rate of FLOPs is all it has, and at {length} tokens they differ much by whether the half of "
+                "attention that is masked counts"
+            )
+        tokens = self.global_batch * length
+        return tokens * (6e9 * billions + attention) / (rate * self.number("n_gpus"))
 
     def _model_flop_s(self) -> float | None:
         """FLOP/s of a GPU without what is computed again; None where the row has none."""
-        share, measured = self.real("mfu"), self.real("tflops_per_gpu")
-        if share is not None:
-            peak = next((peak for gpu, peak in PEAKS.items() if self.text("gpu_type").startswith(gpu)), None)
+        share, measured = self._utilisation(), self.real("tflops_per_gpu")
+        if share is not None and not re.search(r"8|4", self.text("precision")):
+            peak = next((peak for gpu, peak in PEAKS.items() if self._is_gpu(gpu)), None)
             return None if peak is None else share * peak
-        if measured is not None and self.text("recompute") not in ("", "none"):
+        if measured is not None and recompute(self.text("recompute")) != "none":
             raise Skip("TFLOP/s are all it has, and do not say whether they count what is computed again")
+        if measured is None and share is not None:
+            raise Skip("its MFU is all it has, and does not say of which precision's peak")
         return None if measured is None else measured * 1e12
+
+    def _utilisation(self) -> float | None:
+        """MFU as a share, which some give in percent."""
+        text = self.text("mfu")
+        share = MeasuredStep({"mfu": text.removesuffix("%")}).real("mfu")
+        if share is None or share > 100:
+            return None
+        return share / 100 if share > 1 or text.endswith("%") else share
+
+    def _is_gpu(self, name: str) -> bool:
+        """Whether this is what its `gpu_type` names."""
+        return re.search(rf"(?<![a-z0-9]){name}(?![0-9])", self.text("gpu_type"), re.IGNORECASE) is not None
 
 
 def read(path: Path, families: Sequence[str] = (), grades: Sequence[str] = ()) -> list[MeasuredStep]:

@@ -22,7 +22,7 @@ class _Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         source: where it is published.
-        where: columns, each with a regular expression.
+        where: columns, each with a regular expression; case does not count, and "_" is a space in a GPU's name.
         gpus_above: GPUs.
     """
 
@@ -32,7 +32,10 @@ class _Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def holds(self, row: MeasuredStep) -> bool:
         """Whether it holds for a row."""
-        said = all(re.search(text, row.text(column)) for column, text in self.where.items())
+        said = all(
+            re.search(text, row.text(column).replace("_", " ") if column == "gpu_type" else row.text(column), re.I)
+            for column, text in self.where.items()
+        )
         return said and row.number("n_gpus") > self.gpus_above
 
 
@@ -103,6 +106,8 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         lora_rank: of a row that says LoRA.
         lora_targets: linear layers that get adapters.
         micro_batch: that of a row that names none.
+        cells: what it does where a row's cell is empty, by column.
+        selective: what of a layer it computes again where a row says "selective", as plans call it.
         when: what some rows ran otherwise.
         launch_blocking: whether every launch waited for its kernel.
         memory: what its memory figure is.
@@ -118,6 +123,8 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     lora_rank: int = 8
     lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
     micro_batch: MicroBatchDefault = 1
+    cells: dict[str, str] = {}
+    selective: str = "selective"
     when: tuple[_When, ...] = ()
     launch_blocking: bool = False
     memory: MemoryReport = MemoryReport()
@@ -132,8 +139,8 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def trainer_of(row: MeasuredStep) -> Trainer:
     """What trained a row, with all that is known of it; an unknown one has the stack that its plan hints at."""
-    said = row.text("trainer")
-    known = [one for one in _read().trainers if f"{said} ".startswith(f"{one.name} ")]
+    said = _words(row.text("trainer"))
+    known = [one for one in _read().trainers if f"{said} ".startswith(f"{_words(one.name)} ")]
     if not known:
         return Trainer(stack=next(guess.stack for guess in _read().guesses if guess.holds(row)), guessed=True)
     found = max(known, key=lambda trainer: len(trainer.name))
@@ -148,6 +155,11 @@ def trainer_of(row: MeasuredStep) -> Trainer:
                 micro_batch=found.micro_batch if rule.micro_batch is None else rule.micro_batch,
             )
     return found
+
+
+def _words(name: str) -> str:
+    """A name as its letters and numbers: "Megatron-LM v0.12" is "megatron lm v0.12"."""
+    return " ".join(re.findall(r"[a-z0-9.]+", name.lower()))
 
 
 def machine_of(row: MeasuredStep) -> Machine:
