@@ -3,13 +3,14 @@
 A *segment* is a run of operations of one call between two rendezvous with other programs. What it does to the
 clocks of its *lanes*, the host (0) and streams (1 + their number), is linear in max-plus algebra, in which the
 larger of two numbers is their sum, and their sum their product (Baccelli, Cohen, Olsder and Quadrat,
-"Synchronization and Linearity", 1992, chapter 2). So is a message that ranks of one role pass around, as in a ring:
-a send with the receive behind it that it meets, an *exchange*, both of which start when both are ready. *Entries* are the clocks of these lanes as it begins, then its
-inputs: when what they wait for ended. *Exits* are the clocks after it, then the ends of its outputs. Every exit
-is the largest of (entry + constant), and the constant is the longest path of work between the two: the *transfer
-matrix* of the segment, one for all that have the same operations. Matrices of segments that follow each other
-without waiting for others are multiplied to one, a *chain*. A program is then a row of matrices through which
-its clocks are sent. *Scenarios*, which differ in durations, are worked out side by side.
+"Synchronization and Linearity", 1992, chapter 2). So is a message that ranks of one role pass around a ring: a
+send with the receive behind it that it meets, an *exchange*, both of which start when both are ready. *Entries*
+are the clocks of these lanes as it begins, then its inputs: when what they wait for ended. *Exits* are the clocks
+after it, then the ends of its outputs. Every exit is the largest of (entry + constant), and the constant is the
+longest path of work between the two: the *transfer matrix* of the segment, one for all that have the same
+operations. Matrices of segments that follow each other without waiting for others are multiplied to one, a
+*chain*. A program is then a row of matrices through which its clocks are sent. *Scenarios*, which differ in
+durations, are worked out side by side.
 
 `cut` finds segments, `transfer_matrix` works their constants out, `run` sends the clocks of all programs through.
 Then the answers are read off: `program_timeline`, when operations start, and `critical_path`, from the task that
@@ -265,7 +266,7 @@ def cut(job: JobGraph) -> SegmentedJob | None:
 def _exchanges(job: JobGraph, key_of: list[Int64]) -> Int64:
     """Rows of sends that the receive behind them meets, in every program that runs them, ascending.
 
-    All messages under a key have to be such pairs, or the n-th send might meet another receive than the one behind.
+    All messages under a key have to be such pairs, or the n-th send might meet another receive.
     """
     ops = job.ops
     sends = np.flatnonzero((ops.kind[:-1] == OpKind.SEND) & (ops.kind[1:] == OpKind.RECV))
