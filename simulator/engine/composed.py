@@ -173,7 +173,7 @@ class _Matrices:
         for number in np.unique(kinds[self.of[kinds] == NONE]).tolist():
             kind = self.kinds[number]
             rows = np.ascontiguousarray(self.rows[:, kind.rows.start : kind.rows.stop])
-            key = rows.tobytes(), kind.waits, kind.inputs, kind.outputs
+            key = rows.tobytes(), kind.waits, kind.inputs, kind.outputs, kind.exchanges
             if key not in self.alike:
                 self.alike[key] = self._written(kind, rows)
             self.of[number] = self.alike[key]
@@ -189,9 +189,10 @@ class _Matrices:
         waits = np.array([op for its in kind.waits for op in its], np.int64)
         over = np.empty((len(lanes) + outputs, len(lanes) + inputs), np.int64)
         ends, clocks = np.empty(count, np.int64), np.empty(len(lanes), np.int64)
-        exits = np.array(kind.outputs, np.int64)
+        exits, pairs = np.array(kind.outputs, np.int64), np.zeros(count, np.bool_)
+        pairs[list(kind.exchanges)] = True
         loop = compiled(_constants)
-        loop(own.astype(np.int64), rows, waits_at, waits, port, exits, ends, clocks, over)
+        loop(own.astype(np.int64), rows, waits_at, waits, port, pairs, exits, ends, clocks, over)
         return self._add(over, tuple(lanes.tolist()), inputs, outputs)
 
     def product(self, matrices: tuple[int, ...]) -> int:
@@ -367,8 +368,8 @@ ONCE = 8
 
 
 def _constants(
-    lane: Int64, rows: Int64, waits_at: Int64, waits: Int64, port: Int64, exits: Int64, ends: Int64, clocks: Int64,
-    over: Int64,
+    lane: Int64, rows: Int64, waits_at: Int64, waits: Int64, port: Int64, pairs: Bools, exits: Int64, ends: Int64,
+    clocks: Int64, over: Int64,
 ) -> None:  # fmt: skip
     """The constants of a segment from each of its entries: clocks that begin there alone, sent through it."""
     lanes = len(clocks)
@@ -387,8 +388,13 @@ def _constants(
             ready = max(clocks[lane[op]], clocks[0])
             if not rows[1, op]:
                 ready = max(ready, told)
-            ends[op] = ready + rows[3, op]
-            clocks[lane[op]] = ends[op]
+            if op > 0 and pairs[op - 1]:
+                ready = max(ready, ends[op - 1])
+                ends[op - 1] = clocks[lane[op - 1]] = ready + rows[3, op - 1]
+            # A send starts with the receive behind it: till then, this is when it is ready.
+            ends[op] = ready
+            if not pairs[op]:
+                ends[op] = clocks[lane[op]] = ready + rows[3, op]
         for each in range(lanes):
             over[each, entry] = max(clocks[each], NEVER)
         for each in range(len(exits)):
@@ -610,7 +616,8 @@ class _Step:
         _, end = np.unique(np.stack([piece, kind, tag, group]), axis=1, return_inverse=True)
         turn = occurrences(end.ravel())
         update = np.array([label == self.sample.update for label in pieces.labels], np.bool_)[piece]
-        message = np.isin(kind, MESSAGES)
+        between = np.array(["pp" in its.axes for its in self.sample.job.groups], np.bool_)[group]
+        message = np.isin(kind, MESSAGES) & between
         # A line goes from a chunk to the next one, or back: its tag says from which.
         bad = np.flatnonzero(~update & (~message | (turn >= EACH) | (tag * EACH >= self.lines)))
         if len(bad):

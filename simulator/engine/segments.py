@@ -3,12 +3,14 @@
 A *segment* is a run of operations of one call between two rendezvous with other programs. What it does to the
 clocks of its *lanes*, the host (0) and streams (1 + their number), is linear in max-plus algebra, in which the
 larger of two numbers is their sum, and their sum their product (Baccelli, Cohen, Olsder and Quadrat,
-"Synchronization and Linearity", 1992, chapter 2). *Entries* are the clocks of these lanes as it begins, then its
-inputs: when what they wait for ended. *Exits* are the clocks after it, then the ends of its outputs. Every exit
-is the largest of (entry + constant), and the constant is the longest path of work between the two: the *transfer
-matrix* of the segment, one for all that have the same operations. Matrices of segments that follow each other
-without waiting for others are multiplied to one, a *chain*. A program is then a row of matrices through which
-its clocks are sent. *Scenarios*, which differ in durations, are worked out side by side.
+"Synchronization and Linearity", 1992, chapter 2). So is a message that ranks of one role pass around a ring: a
+send with the receive behind it that it meets, an *exchange*, both of which start when both are ready. *Entries*
+are the clocks of these lanes as it begins, then its inputs: when what they wait for ended. *Exits* are the clocks
+after it, then the ends of its outputs. Every exit is the largest of (entry + constant), and the constant is the
+longest path of work between the two: the *transfer matrix* of the segment, one for all that have the same
+operations. Matrices of segments that follow each other without waiting for others are multiplied to one, a
+*chain*. A program is then a row of matrices through which its clocks are sent. *Scenarios*, which differ in
+durations, are worked out side by side.
 
 `cut` finds segments, `transfer_matrix` works their constants out, `run` sends the clocks of all programs through.
 Then the answers are read off: `program_timeline`, when operations start, and `critical_path`, from the task that
@@ -20,10 +22,11 @@ segment, task and entry. All times are those of `static`, to the picosecond.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -113,6 +116,7 @@ class SegmentKind:
         waits: for each operation, those of the segment on other streams that it waits for, ascending.
         inputs: operations that wait for another segment in some run, ascending.
         outputs: operations that another segment waits for, ascending.
+        exchanges: sends that start together with the receive behind them, ascending.
     """
 
     rows: range
@@ -120,6 +124,7 @@ class SegmentKind:
     waits: tuple[tuple[int, ...], ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    exchanges: tuple[int, ...]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -211,6 +216,9 @@ def cut(job: JobGraph) -> SegmentedJob | None:
     edges = Edges(job)
     keys = RendezvousKeys(job)
     key_of = [keys.of(number) for number in range(len(job.programs))]
+    exchanges = _exchanges(job, key_of)
+    for its in key_of:
+        its[exchanges] = its[exchanges + 1] = NONE
     cuts = [_cut(job, number, edges, its >= 0) for number, its in enumerate(key_of)]
     # Segments of the same rows are of one kind: its number says which rows, and whether they are a rendezvous.
     rows = len(job.ops) + 1
@@ -237,9 +245,12 @@ def cut(job: JobGraph) -> SegmentedJob | None:
             waits=tuple(tuple(inner.get((number, op), ())) for op in range(length)),
             inputs=inputs.of[number],
             outputs=outputs.of[number],
+            exchanges=tuple((_within(exchanges, begin, begin + length) - begin).tolist()),
         )
         for number, n in enumerate(name.tolist())
     )
+    if any(op in kind.waits[op + 1] for kind in kinds for op in kind.exchanges):
+        return None  # a receive that waits for its own send: the tasks say what waits for what
     sequences = [
         SegmentSequence(
             kind=k[: len(c.begin)], start=c.start, rendezvous=met, reader=c.segment(after), into=into,
@@ -250,6 +261,41 @@ def cut(job: JobGraph) -> SegmentedJob | None:
         )
     ]  # fmt: skip
     return SegmentedJob(job=job, kinds=kinds, sequences=tuple(sequences), members=members)
+
+
+def _exchanges(job: JobGraph, key_of: list[Int64]) -> Int64:
+    """Rows of sends that the receive behind them meets, in every program that runs them, ascending.
+
+    All messages under a key have to be such pairs, or the n-th send might meet another receive.
+    """
+    ops = job.ops
+    sends = np.flatnonzero((ops.kind[:-1] == OpKind.SEND) & (ops.kind[1:] == OpKind.RECV))
+    sends = sends[ops.stream[sends] != ops.stream[sends + 1]]
+    if not len(sends):
+        return sends
+    apart = np.zeros(len(ops), np.bool_)
+    holders = np.zeros(1 + max(int(its.max(initial=NONE)) for its in key_of), np.int64)
+    for number, key in enumerate(key_of):
+        holders[distinct(key[key != NONE])] += 1
+        # A call that has the one without the other parts them, and so does a program in which they meet nobody.
+        apart[sends] |= (key[sends] != key[sends + 1]) | np.isin(sends + 1, job.programs[number].calls[:, 1:3])
+        apart[sends] |= (job.run_counts(number)[sends] > 0) & (key[sends] == NONE)
+    while True:
+        pairs = sends[~apart[sends]]
+        alone = np.ones(len(ops), np.bool_)
+        alone[pairs] = alone[pairs + 1] = False
+        before = int(apart.sum())
+        for key in key_of:
+            bad = holders > 1
+            bad[distinct(key[alone & (key != NONE)])] = True
+            apart[pairs] |= (key[pairs] != NONE) & bad[key[pairs]]
+        if int(apart.sum()) == before:
+            return pairs
+
+
+def _within(rows: Int64, begin: int, end: int) -> Int64:
+    """Those of ascending rows that are in a range."""
+    return rows[np.searchsorted(rows, begin) : np.searchsorted(rows, end)]
 
 
 def _cut(job: JobGraph, number: int, edges: Edges, meets: np.ndarray) -> _Cut:
@@ -487,8 +533,14 @@ def transfer_matrix(kind: SegmentKind, work: RowTimes) -> TransferMatrix:
         if not work.hosts[row]:
             ready = _after(ready, op, kind, ends, inputs)
         started.append(ready)
-        ends.append(ready + work.device[row])
-        clock[work.lane[row]] = ends[-1]
+        if op in kind.exchanges:
+            continue  # and starts with the next one
+        together = [op - 1, op] if op - 1 in kind.exchanges else [op]
+        ready = np.maximum(ready, started[together[0]])
+        for its in together:
+            started[its] = ready
+            ends.append(ready + work.device[rows[its]])
+            clock[work.lane[rows[its]]] = ends[-1]
     over = np.stack([*(clock[lane] for lane in lanes), *(ends[op] for op in kind.outputs)])
     return TransferMatrix(kind=kind, lanes=lanes, over=np.maximum(over, NEVER), host=issued, device=started)
 
@@ -1001,9 +1053,9 @@ class _Path:
 
     def _follow(self, matrix: TransferMatrix, op: int, side: int, entry: Int64) -> _Way:
         """The path inside a segment that begins with these clocks."""
-        kind, lane_of = matrix.kind, self.run.work.lane
-        clocks, starts = entry.tolist(), (matrix.starts + entry).max(axis=2).tolist()
-        total, lanes = np.zeros_like(self.total), matrix.lanes
+        kind, starts = matrix.kind, (matrix.starts + entry).max(axis=2).tolist()
+        clocks, total = entry.tolist(), np.zeros_like(self.total)
+        together = {its: (send, send + 1) for send in kind.exchanges for its in (send, send + 1)}
 
         def end(its: int, where: int) -> int:
             return int(starts[its][where]) + self.durations[where][kind.rows[its]]
@@ -1011,22 +1063,32 @@ class _Path:
         while True:
             row = kind.rows[op]
             total[self.family[side][row]] += self.durations[side][row]
-            lane = lane_of[row] if side else 0
-            earlier = next(
-                (its for its in range(op - 1, -1, -1) if not side or lane_of[kind.rows[its]] == lane), None
-            )
-            cause = None if earlier is None else (earlier, side)
-            where = lanes.index(lane)
-            now = end(*cause) if cause else clocks[where]
-            if side and end(op, HOST) > now:
-                now, cause = end(op, HOST), (op, HOST)
-            if (side == HOST) == self.run.work.hosts[row]:
-                in_port = len(lanes) + kind.inputs.index(op) if op in kind.inputs else None
-                if in_port is not None and clocks[in_port] > now:
-                    now, cause, where = clocks[in_port], None, in_port
-                for its in kind.waits[op]:
-                    if end(its, DEVICE) > now:
-                        now, cause = end(its, DEVICE), (its, DEVICE)
+            ready = together.get(op, (op,)) if side else (op,)
+            # An exchange starts when its latter part is ready: of two that are at once, the first counts.
+            causes = [self._cause(matrix, its, side, clocks, end) for its in ready]
+            _, cause, where = max(causes, key=itemgetter(0))
             if cause is None:
                 return _Way(total, where)
             op, side = cause
+
+    def _cause(
+        self, matrix: TransferMatrix, op: int, side: int, clocks: list[int], end: Callable[[int, int], int]
+    ) -> tuple[int, tuple[int, int] | None, int]:
+        """When an operation was ready, which one's end that was, or else of which entry."""
+        kind, lane_of, lanes = matrix.kind, self.run.work.lane, matrix.lanes
+        row = kind.rows[op]
+        lane = lane_of[row] if side else 0
+        earlier = next((its for its in range(op - 1, -1, -1) if not side or lane_of[kind.rows[its]] == lane), None)
+        cause = None if earlier is None else (earlier, side)
+        where = lanes.index(lane)
+        now = end(*cause) if cause else clocks[where]
+        if side and end(op, HOST) > now:
+            now, cause = end(op, HOST), (op, HOST)
+        if (side == HOST) == self.run.work.hosts[row]:
+            in_port = len(lanes) + kind.inputs.index(op) if op in kind.inputs else None
+            if in_port is not None and clocks[in_port] > now:
+                now, cause, where = clocks[in_port], None, in_port
+            for its in kind.waits[op]:
+                if end(its, DEVICE) > now:
+                    now, cause = end(its, DEVICE), (its, DEVICE)
+        return now, cause, where

@@ -42,14 +42,16 @@ def plans(draw: st.DrawFn) -> tuple[str, Plan]:
     model = draw(st.sampled_from(MODELS))
     pp, tp, dp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 4, 6), (1, 1, 2), (1, 2, 4)))
     ep = draw(st.sampled_from([1, 2, 4])) if model == "mixtral" else 1
-    vpp = draw(st.sampled_from([1, 1, 2])) if pp > 1 else 1
+    cp = draw(st.sampled_from([1, 2, 4])) if model == "llama" else 1
+    vpp = draw(st.sampled_from([1, 1, 2, 6])) if pp > 1 else 1
     zero = draw(st.sampled_from([0, 1, 2, 3]))
     assume(not (zero == 3 and ep > 1))
     schedule = "" if pp == 1 or vpp > 1 else draw(st.sampled_from(["", "gpipe", "1f1b", "zb-h1"]))
     counts = st.integers(1, 4).map(lambda n: n * pp) if vpp > 1 else st.integers(1, 13)
     return model, Plan(
-        gpus=tp * pp * dp * ep,
+        gpus=tp * pp * dp * ep * cp,
         tp=tp,
+        cp=cp,
         sequence_parallel=tp > 1 and draw(st.booleans()),
         pp=pp,
         vpp=vpp,
@@ -101,6 +103,7 @@ def check(model: str, plan: Plan) -> None:
         ("llama", Plan(gpus=32, tp=2, pp=4, global_batch=96, zero=3)),
         ("bert", Plan(gpus=1024)),
         ("llama", Plan(gpus=32, tp=2, pp=4, vpp=2, schedule="zb-v", global_batch=96)),
+        ("llama", Plan(gpus=16, cp=4, pp=2, vpp=4, global_batch=64, zero=1)),
     ],
 )
 def test_the_rest_of_a_result_is_that_of_the_whole_job(model: str, plan: Plan) -> None:
@@ -113,6 +116,16 @@ def test_the_rest_of_a_result_is_that_of_the_whole_job(model: str, plan: Plan) -
     assert (step.breakdown, step.limits, step.interval_ps) == (whole.breakdown, whole.limits, whole.interval_ps)
     assert step.mfu == whole.mfu and step.memory is None
     assert replace(predictor(model).predict(plan, memory=False, interval=False), gpus=1).gpus == 1
+
+
+@pytest.mark.parametrize("vpp", [1, 4, 8])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_messages_around_a_ring_are_none_between_stages(cp: int, vpp: int) -> None:
+    plan = Plan(gpus=4 * cp, cp=cp, pp=2, vpp=vpp, global_batch=64)
+    found = predictor("llama")._step(plan)
+    for engine in ("auto", "static"):
+        whole, _ = predict(graph("llama"), plan, System("dgx-h100"), engine=engine, memory=False)
+        assert found.step_ps == whole.step_ps
 
 
 def test_with_memory_and_interval_it_is_the_whole_prediction() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ from layered import layered_step, timed
 from random_jobs import random_job
 
 from echograph.errors import DeadlockError
+from echograph.ir import serde
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
+from echograph.ir.types import OpKind
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.durations import Durations
 from echograph.simulator.engine import Roles, static, write_timeline
@@ -35,6 +38,8 @@ from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import families, largest_first, limits
 from echograph.simulator.simulate import simulate
 from echograph.simulator.tasks import expand
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower
 
 US = 1_000_000
 CLUSTER = load_cluster("dgx-h100")
@@ -107,6 +112,29 @@ def test_thousands_of_random_jobs_run_as_their_tasks_do() -> None:
     ran, circles, _ = compare(range(100, 2500))
     assert ran > 1500
     assert circles < 0.05 * ran
+
+
+RINGS = Path(__file__).parents[2] / "golden" / "predictions" / "graphs" / "llama.pb"
+
+
+@pytest.mark.parametrize(
+    "words", [{"cp": 2, "gpus": 2}, {"cp": 4, "pp": 2, "gpus": 16, "global_batch": 6}], ids=str
+)
+def test_messages_around_a_ring_are_part_of_what_repeats(words: dict[str, int]) -> None:
+    """A send and the receive behind it start together: no rendezvous is left within a role."""
+    step = serde.load(RINGS)
+    assert isinstance(step, StepGraph)
+    job = lower(step, Plan(**words))
+    sends = job.ops.kind == OpKind.SEND
+    around = [row for row in np.flatnonzero(sends).tolist() if job.strings[job.ops.name[row]] == "cp.send"]
+    assert around
+    for seed in range(3):
+        device, host = durations(job, seed)
+        segments, found = in_segments(job, device, host)
+        meets = [kind.rows.start for kind in segments.kinds if kind.rendezvous]
+        assert not {*meets} & {*around}
+        assert found is not None
+        check(job, device, host, found)
 
 
 def staged(step: StepGraph, schedule: str = "1f1b", stages: int = 4, chunks: int = 1) -> JobGraph:

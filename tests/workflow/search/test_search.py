@@ -9,6 +9,7 @@ import pytest
 
 from echograph.errors import EchoError, PlanError, UnknownNameError, UsageError
 from echograph.ir.graph import StepGraph
+from echograph.units import format_bytes
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 from echograph.workflow.scenario import Scenario
@@ -66,6 +67,18 @@ def test_the_best_are_those_of_every_plan(dense: StepGraph, name: str) -> None:
     assert found.considered == found.simulated + losers.slower_by_bound + losers.too_large_by_bound + sum(
         losers.refused.values()
     )
+
+
+def test_the_table_says_of_memory_what_a_prediction_alone_says(dense: StepGraph) -> None:
+    found = search(dense, BASE, System("dgx-h100"), over=SMALL, top=3)
+    table = [" ".join(line.split()) for line in str(found).splitlines()]
+    for number, one in enumerate(found.best, 1):
+        memory = predict(dense, one.plan, System("dgx-h100"))[0].memory
+        assert memory is not None
+        assert (one.peak_bytes, one.device_bytes) == (memory.peak_bytes, memory.device_bytes)
+        said = f"{format_bytes(memory.peak_bytes)} {format_bytes(memory.device_bytes)}"
+        assert any(line.startswith(f"{number} ") and said in line for line in table)
+    assert any(line.endswith("MFU allocated in all plan") for line in table)
 
 
 def test_memory_decides_as_it_does_alone(dense: StepGraph) -> None:

@@ -203,7 +203,7 @@ _COLUMNS: tuple[tuple[str, Callable[[_Row], str]], ...] = (
     ("90 % interval", lambda row: f"{parts.seconds(row[_LOW])} to {parts.seconds(row[_HIGH])}"),
     ("throughput", lambda row: f"{format_count(_rate(row))}/s"),
     ("MFU", lambda row: "–" if row["mfu"] is None else parts.percent(row["mfu"])),
-    ("memory", lambda row: _memory(row)),
+    ("memory in all", lambda row: _memory(row)),
 )
 
 

@@ -620,7 +620,8 @@ def _table(found: SearchResult, shown: Sequence[Candidate]) -> str:
         "90 % interval",
         "tokens/s",
         "MFU",
-        "memory",
+        "allocated",
+        "in all",
         *([] if step else [found.objective.unit]),
         "plan",
     ]
@@ -630,7 +631,8 @@ def _table(found: SearchResult, shown: Sequence[Candidate]) -> str:
         leave = ("cluster", "global-batch") if several else ("cluster", "global-batch", "gpus")
         rate = one.tokens_per_s or one.samples_per_s
         cells = [str(at), format_time(round(one.step_s * 1e12)), f"{low} to {high}", format_count(rate)]
-        cells += ["-" if one.mfu is None else f"{one.mfu:.1%}", format_bytes(one.device_bytes)]
+        cells += ["-" if one.mfu is None else f"{one.mfu:.1%}"]
+        cells += [format_bytes(one.peak_bytes), format_bytes(one.device_bytes)]
         rows.append(
             [
                 *cells,

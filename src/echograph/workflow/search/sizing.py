@@ -143,7 +143,7 @@ class ClusterComparison:
     def __str__(self) -> str:
         """A row a cluster for people."""
         whole = any(row.training is not None for row in self.rows)
-        titles = ["cluster", "GPUs", "step", "90 % interval", "tokens/s", "MFU", "memory", "boards"]
+        titles = ["cluster", "GPUs", "step", "90 % interval", "tokens/s", "MFU", "in all", "boards"]
         titles += ["days", "GPU-hours", "price", "energy", "CO2"] if whole else []
         rows = [_shown(row, whole) for row in self.rows]
         said = [f"{self.model}: the best plan of each cluster", text_table([*titles, "plan"], rows)]

@@ -50,7 +50,7 @@ class Sweep:
 
     def __str__(self) -> str:
         """The rows for people: the axes, and the figures that say most."""
-        titles = [axis.name for axis in self.axes] + ["step", "90 % interval", "tokens/s", "MFU", "memory"]
+        titles = [axis.name for axis in self.axes] + ["step", "90 % interval", "tokens/s", "MFU", "in all"]
         return f"{self.model}: {len(self.rows)} points\n" + text_table(titles, map(self._shown, self.rows))
 
     def _shown(self, row: Mapping[str, Any]) -> list[str]:
