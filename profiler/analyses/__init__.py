@@ -38,6 +38,7 @@ ANALYSES = Table(
         "annotated-kernels": f"{_HERE}.kernels:annotated_kernels",
         "stragglers": f"{_HERE}.stragglers:stragglers",
         "steps": f"{_HERE}.steps:steps",
+        "phases": f"{_HERE}.phases:phases",
         "operators": f"{_HERE}.sequences:operator_kernels",
         "critical-path": f"{_HERE}.critical_path:critical_path",
         "critical-path-summary": f"{_HERE}.critical_path:critical_path_summary",

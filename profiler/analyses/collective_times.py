@@ -59,7 +59,7 @@ def _on_one_clock(traces: TraceSet, always: bool) -> tuple[TraceSet, list[Meetin
     met, notes = matched(traces)
     said = [*traces.notes, *notes]
     if always or clocks(traces, met).apart_before:
-        traces, _ = align(traces)
+        traces, _ = align(traces, (met, notes))
         said = list(traces.notes)
     if not met:
         few = "needs two ranks at least" if len(traces) < 2 else "no collective was traced on several ranks"
@@ -70,7 +70,7 @@ def _on_one_clock(traces: TraceSet, always: bool) -> tuple[TraceSet, list[Meetin
 def _met(traces: Mapping[int, Trace], one: Meeting) -> tuple[int, list[int], int]:
     """Picoseconds of a meeting from the last begin to the last end, of each rank's wait, and which was last."""
     begun = {rank: int(traces[rank].start[call.row]) for rank, call in one.calls.items()}
-    ended = max(int(traces[rank].end[call.row]) for rank, call in one.calls.items())
+    ended = max(begun[rank] + int(traces[rank].duration[call.row]) for rank, call in one.calls.items())
     last = max(begun, key=lambda rank: (begun[rank], -rank))
     return max(0, ended - begun[last]), [begun[last] - start for start in begun.values()], last
 

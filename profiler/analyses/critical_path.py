@@ -6,6 +6,7 @@ import dataclasses
 import io
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -196,23 +197,28 @@ class _Edges:
     """Edges as they are found; nodes are event numbers times two, plus one for an end."""
 
     trace: Trace
-    event: Mapping[int, int]
-    found: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
+    rows: Int64
+    within: Bools
+    """Which rows of the trace are events of the graph."""
+    found: list[Int64] = field(default_factory=list)
+    """Columns of source, target, `Edge`, picoseconds and row; int64 [5, edges] each."""
+
+    def event(self, rows: Int64) -> Int64:
+        """The number of the event of each row."""
+        return np.searchsorted(self.rows, rows)
 
     def begin(self, row: int) -> int:
-        return 2 * self.event[row]
+        return 2 * int(self.rows.searchsorted(row))
 
     def end(self, row: int) -> int:
-        return 2 * self.event[row] + 1
+        return 2 * int(self.rows.searchsorted(row)) + 1
 
-    def add(self, source: int, target: int, kind: Edge, weight: int = 0, event: int = NONE) -> None:
-        """An edge; between two nodes there is one, the first that is found."""
-        self.found.setdefault((source, target), (kind, max(weight, 0), event))
-
-    def many(self, source: Int64, target: Int64, kind: Int64, weight: Int64, event: Int64) -> None:
-        """Edges between nodes between which there are none."""
-        values = zip(kind.tolist(), np.maximum(weight, 0).tolist(), event.tolist(), strict=True)
-        self.found.update(zip(zip(source.tolist(), target.tolist(), strict=True), values, strict=True))
+    def many(
+        self, source: Int64, target: Int64, kind: npt.ArrayLike, weight: npt.ArrayLike, event: npt.ArrayLike
+    ) -> None:
+        """Edges between nodes between which no others are."""
+        columns = np.broadcast_arrays(source, target, kind, np.maximum(weight, 0), event)
+        self.found.append(np.stack(columns).astype(np.int64))
 
 
 def critical_graph(
@@ -264,27 +270,28 @@ def critical_graph(
     if not len(rows):
         where = f"within '{annotation}'; choose another annotation" if annotation else "in it"
         raise UsageError(f"{trace.path}: no operator or call began {where}")
-    edges = _Edges(trace=trace, event={row: event for event, row in enumerate(rows.tolist())})
+    within = np.zeros(len(trace), np.bool_)
+    within[rows] = True
+    edges = _Edges(trace=trace, rows=rows, within=within)
     _threads(edges, host)
     streams = _Streams(trace, device, launch)
-    for row, took in zip(device.tolist(), trace.duration[device].tolist(), strict=True):
-        edges.add(edges.begin(row), edges.end(row), Edge.operator, took, row)
+    ran = edges.event(device)
+    edges.many(2 * ran, 2 * ran + 1, Edge.operator, trace.duration[device], device)
     waited = _waits(edges, streams, inside)
     _starts(edges, streams, waited, launch_edges=launch_edges)
     return _graph_of(edges, rows, data_load_events)
 
 
 def _graph_of(edges: _Edges, rows: Int64, data_load_events: str) -> CriticalGraph:
-    pairs = np.array(list(edges.found), np.int64).reshape(-1, 2)
-    kinds, weights, spenders = zip(*edges.found.values(), strict=True)
+    source, target, kind, weight, event = np.concatenate(edges.found, axis=1)
     return CriticalGraph(
         trace=edges.trace,
         rows=rows,
-        source=pairs[:, 0],
-        target=pairs[:, 1],
-        kind=np.array(kinds, np.int8),
-        weight=np.array(weights, np.int64),
-        event=np.array(spenders, np.int64),
+        source=source,
+        target=target,
+        kind=kind.astype(np.int8),
+        weight=weight,
+        event=event,
         data_load_events=data_load_events,
     )
 
@@ -311,11 +318,11 @@ def _threads(edges: _Edges, host: Int64) -> None:
     calls = trace.rows(host)
     calls = dataclasses.replace(calls, tid=_one_thread(trace, calls), stream=np.full(len(host), NONE, np.int32))
     stacks = call_stacks(calls)
-    row, ends = np.array(_moments(stacks), np.int64).reshape(-1, 2).T
+    row, ends = _moments(stacks)
     last, ended, row, ends = row[:-1], ends[:-1], row[1:], ends[1:]
     same = (calls.tid[last] == calls.tid[row]) & (calls.pid[last] == calls.pid[row])
     last, ended, row, ends = last[same], ended[same], row[same], ends[same]
-    event = np.array([edges.event[one] for one in host.tolist()], np.int64)
+    event = edges.event(host)
     parent, time = stacks.parent, np.stack((calls.start, calls.end))
     between = (ended == 1) & (ends == 0) & (parent[row] == NONE)
     spender = np.where(ended == 0, last, np.where(ends == 1, row, parent[row]))
@@ -329,17 +336,23 @@ def _threads(edges: _Edges, host: Int64) -> None:
     )
 
 
-def _moments(stacks: Stacks) -> list[tuple[int, bool]]:
-    """Starts and ends of the events of every thread, one after another: a row, and whether it ends."""
-    moments: list[tuple[int, bool]] = []
-    around: list[int] = []
-    parent = stacks.parent.tolist()
-    for row in stacks.order.tolist():
-        while around and around[-1] != parent[row]:
-            moments.append((around.pop(), True))
-        moments.append((row, False))
-        around.append(row)
-    return [*moments, *((row, True) for row in reversed(around))]
+def _moments(stacks: Stacks) -> tuple[Int64, Int64]:
+    """Starts and ends of the events of every thread, one after another: rows, and which of them end (1).
+
+    Before the start at position p of the order come p starts and the ends of all events that are past there;
+    before the end of an event come the starts of all within it, and the ends of these and of all before it.
+    """
+    order, past = stacks.order, stacks.past
+    count = len(order)
+    at = np.arange(count)
+    # Of events that end at one position the innermost ends first, which is the one that began last.
+    ending = np.lexsort((-at, past))
+    row, ends = np.empty(2 * count, np.int64), np.zeros(2 * count, np.int64)
+    before = np.searchsorted(past[ending], at, "right")
+    row[at + before] = order
+    place = past[ending] + at
+    row[place], ends[place] = order[ending], 1
+    return row, ends
 
 
 def _one_thread(trace: Trace, calls: Trace) -> Int64:
@@ -365,6 +378,12 @@ class _Streams:
             at: order[self.place[order] == at].tolist() for at in np.unique(self.place[order]).tolist()
         }
         self.called = {s: np.maximum.accumulate(trace.start[launch[w]]).tolist() for s, w in self.works.items()}
+        self.by_thread: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for stream, works in self.works.items():
+            calls = launch[works]
+            threads = zip(trace.pid[calls].tolist(), trace.tid[calls].tolist(), strict=True)
+            for at, thread in enumerate(threads):
+                self.by_thread[stream, *thread].append(at)
 
     def of_device(self, wait: int) -> list[int]:
         """The places of the streams of the device that a wait is shown on."""
@@ -378,20 +397,23 @@ class _Streams:
     def next_after(self, stream: int, call: int) -> int:
         """The first work that a call's thread gave a stream after the call, or -1."""
         at = bisect_left(self.called.get(stream, []), int(self.trace.start[call]))
-        for work in self.works.get(stream, [])[at:]:
-            by = self.launch[work]
-            if self.trace.tid[by] == self.trace.tid[call] and self.trace.pid[by] == self.trace.pid[call]:
-                return work
-        return NONE
+        own = self.by_thread.get((stream, int(self.trace.pid[call]), int(self.trace.tid[call])), [])
+        place = bisect_left(own, at)
+        return self.works[stream][own[place]] if place < len(own) else NONE
 
 
-def _waits(edges: _Edges, streams: _Streams, inside: Bools) -> dict[int, int]:
-    """Adds the edges of synchronisation; for each work, when the last that it waited for by an event ended."""
+def _waits(edges: _Edges, streams: _Streams, inside: Bools) -> dict[int, tuple[int, set[int]]]:
+    """Adds the edges of synchronisation.
+
+    Returns:
+        For each work that waited by an event, when the last that it waited for ended, and all of that.
+    """
     trace = edges.trace
     records = np.flatnonzero(trace.named({"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord"}))
     record_of = dict(zip(trace.correlation[records].tolist(), records.tolist(), strict=True))
     recorded, awaited = (trace.argument(name) for name in ("wait_on_cuda_event_record_corr_id", "wait_on_stream"))
-    sync, latest = trace.of_category({"cuda_sync"}), dict[int, int]()
+    sync, latest = trace.of_category({"cuda_sync"}), dict[int, tuple[int, set[int]]]()
+    joined = dict[tuple[int, int], None]()
     for call, wait in zip(*(pair.tolist() for pair in launches(trace)), strict=True):
         if not sync[wait] or not inside[call]:
             continue
@@ -401,48 +423,72 @@ def _waits(edges: _Edges, streams: _Streams, inside: Bools) -> dict[int, int]:
         if what == "Stream Wait Event":
             waiter = streams.next_after(int(streams.place[wait]), call)
             if NONE not in (by_event, waiter):
-                edges.add(edges.end(by_event), edges.begin(waiter), Edge.sync_dependency)
-                latest[waiter] = max(latest.get(waiter, 0), int(trace.start[by_event] + trace.duration[by_event]))
+                joined[edges.end(by_event), edges.begin(waiter)] = None
+                ended, awaits = latest.get(waiter, (0, set[int]()))
+                over = int(trace.start[by_event] + trace.duration[by_event])
+                latest[waiter] = max(ended, over), awaits | {by_event}
             continue
         on = {"Stream Sync": [int(streams.place[wait])], "Context Sync": streams.of_device(wait)}.get(what, [])
         done = [by_event, *(streams.last_before(stream, int(trace.start[call])) for stream in on)]
-        for work in done if call in edges.event else ():
+        for work in done if edges.within[call] else ():
             if work != NONE:
-                edges.add(edges.end(work), edges.end(call), Edge.sync_dependency)
+                joined[edges.end(work), edges.end(call)] = None
+    if joined:
+        source, target = np.array(list(joined), np.int64).T
+        edges.many(source, target, Edge.sync_dependency, 0, NONE)
     return latest
 
 
-def _starts(edges: _Edges, streams: _Streams, waited: Mapping[int, int], *, launch_edges: bool) -> None:
+def _starts(
+    edges: _Edges, streams: _Streams, waited: Mapping[int, tuple[int, set[int]]], *, launch_edges: bool
+) -> None:
     """Adds what each work's start followed from: its launch, or the work before it."""
     trace, alone = edges.trace, _alone(edges.trace)
-    begins, ends = trace.start, trace.end
     for works in streams.works.values():
-        for before, row in zip([NONE, *works], works, strict=False):
-            call = int(streams.launch[row])
-            start, called = int(begins[row]), int(begins[call])
-            ended = int(ends[before]) if before != NONE else None
-            ready = waited.get(row)
-            idle = (ended is None or ended < called) and (ready is None or ready < called)
-            if row in alone and idle and call in edges.event:
-                kind, spent = Edge.kernel_launch_delay, start - called
-                edges.add(edges.begin(call), edges.begin(row), kind, spent)
-                continue
-            if ended is not None and start - ended < _LONGEST_GAP and (ready is None or ready <= ended):
-                kind, spent = Edge.kernel_kernel_delay, start - ended
-                edges.add(edges.end(before), edges.begin(row), kind, spent, before)
-            if launch_edges and call in edges.event:
-                edges.add(edges.begin(call), edges.begin(row), Edge.dependency)
+        row = np.array(works, np.int64)
+        before, call = np.r_[NONE, row[:-1]], streams.launch[row]
+        start, called = trace.start[row], trace.start[call]
+        follows = before != NONE
+        ended = trace.start[before] + trace.duration[before]
+        waits = np.array([one in waited for one in works], np.bool_)
+        ready = np.array([waited[one][0] if one in waited else 0 for one in works], np.int64)
+        # Between two works there is one edge; that of a wait is there before.
+        again = np.array(
+            [one in waited and last in waited[one][1] for last, one in zip(before.tolist(), works, strict=True)]
+        )
+        idle = (~follows | (ended < called)) & (~waits | (ready < called))
+        launched = alone[row] & idle & edges.within[call]
+        near = follows & (start - ended < _LONGEST_GAP) & (~waits | (ready <= ended))
+        chained = near & ~launched & ~again
+        event, caller = edges.event(row), edges.event(call)
+        last = edges.event(before)
+        edges.many(
+            2 * caller[launched],
+            2 * event[launched],
+            Edge.kernel_launch_delay,
+            (start - called)[launched],
+            NONE,
+        )
+        edges.many(
+            2 * last[chained] + 1,
+            2 * event[chained],
+            Edge.kernel_kernel_delay,
+            (start - ended)[chained],
+            before[chained],
+        )
+        if launch_edges:
+            others = edges.within[call] & ~launched
+            edges.many(2 * caller[others], 2 * event[others], Edge.dependency, 0, NONE)
 
 
-def _alone(trace: Trace) -> set[int]:
-    """Work that was alone in its stream's queue when it was launched, and left it empty when it started."""
-    found: set[int] = set()
+def _alone(trace: Trace) -> Bools:
+    """Which rows are work that was alone in its stream's queue at its launch, and left it empty at its start."""
+    single, left = np.zeros(len(trace), np.bool_), np.zeros(len(trace), np.bool_)
     for _, queue in queues(trace):
         launched = queue.works != queue.rows
-        single = queue.works[launched & (queue.length == 1)]
-        left = queue.works[~launched & (queue.length == 0)]
-        found |= set(single.tolist()) & set(left.tolist())
-    return found
+        single[queue.works[launched & (queue.length == 1)]] = True
+        left[queue.works[~launched & (queue.length == 0)]] = True
+    return single & left
 
 
 _COLUMNS = ("rows", "source", "target", "kind", "weight", "event")

@@ -45,17 +45,20 @@ class DeviceCall(NamedTuple):
 
 
 def device_calls(trace: Trace, found: Origins) -> list[DeviceCall]:
-    """The calls of operators that led to work on a device; each work without an operator stands alone."""
+    """The calls of operators that led to work on a device; each work without an operator stands alone.
+
+    An operator that was captured in a CUDA graph is called by each launch of that.
+    """
     works = np.flatnonzero(trace.on_device & (kinds(trace) != KernelKind.COMMUNICATION))
-    of: dict[int, list[int]] = defaultdict(list)
+    of: dict[tuple[int, int], list[int]] = defaultdict(list)
     alone = []
     for row in works.tolist():
         operator = found.operator[row]
         if operator == NONE:
             alone.append(DeviceCall(NONE, [row]))
         else:
-            of[operator].append(row)
-    return [*(DeviceCall(row, rows) for row, rows in of.items()), *alone]
+            of[operator, found.replay[row]].append(row)
+    return [*(DeviceCall(row, rows) for (row, _), rows in of.items()), *alone]
 
 
 def described_calls(trace: Trace, found: Origins, rows: list[int]) -> dict[int, ShapedCall]:
@@ -108,7 +111,7 @@ def kernel_origins(traces: TraceSet, *, stack: bool = False) -> AnswerTable:
                 "dur": trace.duration[rows] / US,
                 "stream": trace.stream[rows],
                 "operator": ["" if row == NONE else trace.text(row) for row in of],
-                "phase": ["" if row == NONE else found.phase[row].name.lower() for row in of],
+                "phase": [_phase(found, row) for row in of],
                 "shapes": [shapes for shapes, _ in told],
                 "dtypes": [dtypes for _, dtypes in told],
                 "module": [found.module[row] for row in rows.tolist()],
@@ -116,6 +119,12 @@ def kernel_origins(traces: TraceSet, *, stack: bool = False) -> AnswerTable:
             }
         )
     return stacked(parts, _ORIGINS, notes)
+
+
+def _phase(found: Origins, row: int) -> str:
+    if row == NONE:
+        return ""
+    return "data loading" if found.loads[row] else found.phase[row].name.lower()
 
 
 def _source(trace: Trace, found: Origins, row: int, stack: bool = False) -> str:

@@ -266,6 +266,7 @@ PLOTS: Mapping[str, Plot] = {
     "annotated-kernels": Bars(label=["user_annotation"], value="dur", largest=True),
     "stragglers": Bars(label=["rank"], value="mean_delay(us)"),
     "steps": Bars(label=["rank", "step"], value="dur"),
+    "phases": Bars(label=["rank", "step", "phase"], value="device_time(us)"),
     "operators": Bars(label=["aten_op_name"], value="occurrence_count", unit="times", largest=True),
     "critical-path": Bars(label=["s_name"], value="duration", by="bound_by", parts=_BOUNDS, largest=True),
     "critical-path-summary": Bars(label=["rank"], value="duration", by="bound_by", parts=_BOUNDS),

@@ -241,7 +241,11 @@ SECTIONS = (
             "cross-rank-critical-path",
         ),
     ),
-    Section(title="Steps", text="The profiler's steps on the host.", analyses=("steps",)),
+    Section(
+        title="Steps",
+        text="The profiler's steps on the host, and what their parts take on the devices.",
+        analyses=("steps", "phases"),
+    ),
     Section(
         title="Host",
         text="What takes the host's time itself, and what the user's annotations cover on it.",

@@ -23,7 +23,7 @@ from echograph.ir.types import CollectiveKind, CopyDirection, DType, Duration, O
 from echograph.profiler.replay.profiling_overhead import Observed
 from echograph.profiler.replay.rank import TRACE, WorkItem, WorkKind, rank_work_items
 from echograph.profiler.traces.alignment import align, clocks
-from echograph.profiler.traces.collectives import MESSAGES, CollectiveCall, Meeting, meetings
+from echograph.profiler.traces.collectives import MESSAGES, CollectiveCall, Meeting, matched, meetings
 from echograph.profiler.traces.trace import NONE, TraceSet
 from echograph.progress import Progress, silent
 
@@ -88,12 +88,13 @@ def job_work_items(
     """
     if not any(len(trace) for trace in traces.values()):
         raise InputError(f"{next(iter(traces.values())).path}: no complete event in it: nothing to replay")
-    found = _on_their_clocks(traces, say, seen)
-    if clocks(traces, [one.meeting for one in found.together]).apart_before:
-        traces, fit = align(traces)
-        say(f"clocks aligned to {fit.residual_ps / 1e6:.1f} us")
-        found = _on_their_clocks(traces, say, seen)
-    return found
+    if len(traces) > 1:
+        met, unmatched = matched(traces)
+        if clocks(traces, met).apart_before:
+            traces, fit = align(traces, (met, unmatched))
+            say(f"clocks aligned to {fit.residual_ps / 1e6:.1f} us")
+    with _collector_off():
+        return _on_their_clocks(traces, say, seen)
 
 
 def _on_their_clocks(traces: TraceSet, say: Progress, seen: Mapping[int, Observed]) -> JobWorkItems:

@@ -62,13 +62,16 @@ class JobClocks:
     notes: tuple[str, ...] = ()
 
 
-def align(traces: TraceSet) -> tuple[TraceSet, JobClocks]:
+def align(
+    traces: TraceSet, known: tuple[Sequence[Meeting], Sequence[str]] | None = None
+) -> tuple[TraceSet, JobClocks]:
     """The traces on the clock of their first rank, and how well that is known.
 
     Args:
-        traces: the job's; their files are read again for the sizes of collectives.
+        traces: the job's.
+        known: their meetings and what was not matched, if that is known; else their files are read again for it.
     """
-    met, notes = matched(traces)
+    met, notes = matched(traces) if known is None else known
     found = clocks(traces, met, notes)
     moved = {rank: on_clock(trace, found.clocks.get(rank, RankClock())) for rank, trace in traces.items()}
     first = min(moved)
@@ -159,7 +162,8 @@ class _Fit:
         self.meeting = np.array([number for number, _, _ in calls], np.int64)
         self.rank = np.array([place[rank] for _, rank, _ in calls], np.int64)
         self.start = np.array([traces[rank].start[row] for _, rank, row in calls], np.float64)
-        self.end = np.array([traces[rank].end[row] for _, rank, row in calls], np.float64)
+        took = np.array([traces[rank].duration[row] for _, rank, row in calls], np.float64)
+        self.end = self.start + took
         self.middle = float(self.end.mean()) if calls else 0.0
         self.span = max(float(np.ptp(self.end)), 1.0) if calls else 1.0
         self.nothing = np.zeros(2 * len(ranks))
@@ -208,7 +212,8 @@ class _Fit:
         noise, held = self._noise(rows, wanted), np.zeros((0, 2), np.int64)
         for _ in range(_ROUNDS):
             late = self._violations(values)
-            fresh = [pair for pair in late.tolist() if pair not in held.tolist()]
+            known = set(map(tuple, held.tolist()))
+            fresh = [pair for pair in map(tuple, late.tolist()) if pair not in known]
             if not fresh:
                 return values
             held = np.concatenate([held, np.array(fresh, np.int64)])

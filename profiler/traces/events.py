@@ -206,22 +206,22 @@ class EventStream:
     Args:
         path: a JSON file, gzipped or not.
         event: what a complete event becomes: `TraceEvent`, `ExactEvent` for times that a float cannot hold, a
-            `dict` of all that it says; in that case, events of other phases too.
+            `dict` of all that it says, or its text; in these cases, events of other phases too.
 
     Attributes:
         header: what the file says before and after the events; complete when the batches have ended.
         notes: what is missing, one line each; complete when the batches have ended.
     """
 
-    def __init__(self, path: Path, event: type[TraceEvent] | type[dict[str, Any]] = TraceEvent) -> None:
+    def __init__(self, path: Path, event: type[TraceEvent | dict[str, Any] | msgspec.Raw] = TraceEvent) -> None:
         self.path = path
         self.header: dict[str, Any] = {}
         self.notes: list[str] = []
         phases = (event, BeginEvent, EndEvent, MetadataEvent, *_OTHERS)
-        kinds: Any = dict[str, Any] if event is dict else functools.reduce(operator.or_, phases)
-        self._typed = event is not dict
-        self._kinds = kinds
-        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[kinds], strict=False)
+        self._typed = issubclass(event, TraceEvent)
+        self._kinds: Any = functools.reduce(operator.or_, phases) if self._typed else dict[str, Any]
+        of: Any = msgspec.Raw if event is msgspec.Raw else self._kinds
+        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[of], strict=False)
         exact = Decimal if event is ExactEvent else float
         self._json = json.JSONDecoder(strict=False, parse_float=exact)
         self._count = 0
@@ -462,6 +462,20 @@ def whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             index += 1
 
 
+def _plain(event: msgspec.Raw | dict[str, Any]) -> dict[str, Any]:
+    """An event as the file has it; where texts were passed by, one character for every byte that is no UTF-8."""
+    if isinstance(event, dict):
+        return event
+    try:
+        return _ANY.decode(event)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        said = json.loads(bytes(event).decode("utf-8", "replace"), strict=False)
+        return {**whole_characters(said)}
+
+
+_ANY = msgspec.json.Decoder(dict[str, Any], strict=False)
+
+
 def details(trace: Trace, rows: Int64 | Bools) -> list[dict[str, Any]]:
     """What the trace's file says of some rows (shapes, grids, types, ...), in the order of the rows.
 
@@ -483,9 +497,9 @@ def details(trace: Trace, rows: Int64 | Bools) -> list[dict[str, Any]]:
     wanted = np.unique(trace.index[chosen]).tolist()
     found: dict[int, dict[str, Any]] = {}
     begin = at = 0
-    for batch in EventStream(Path(trace.path), dict) if wanted else ():
+    for batch in EventStream(Path(trace.path), msgspec.Raw) if wanted else ():
         while at < len(wanted) and wanted[at] < begin + len(batch):
-            event = batch[wanted[at] - begin]
+            event = _plain(batch[wanted[at] - begin])
             found[wanted[at]] = event if isinstance(event.get("args"), dict) else event | {"args": {}}
             at += 1
         begin += len(batch)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from echograph.ir.types import Phase
+from echograph.profiler.traces.captures import captured_calls
 from echograph.profiler.traces.operands import WHOLE
 from echograph.profiler.traces.relations import Stacks, call_stacks
 from echograph.profiler.traces.trace import NONE, OPERATORS, Trace
@@ -16,6 +17,7 @@ from echograph.profiler.traces.trace import NONE, OPERATORS, Trace
 _PYTHON = frozenset({"python_function"})
 _MODULE = "nn.Module: "
 _BACKWARD, _OPTIMIZER = "autograd::engine::evaluate_function", "Optimizer."
+_LOADER = "enumerate(DataLoader)"
 # Frames that are of no use to whoever looks for the line of a model: the framework's own, and what has no file.
 _FRAME = re.compile(r"(?P<file>[^<(][^(]*\.py)\((?P<line>\d+)\): (?P<function>.+)")
 _FRAMEWORK = re.compile(r"(.*/)?(torch|torchvision|threading|contextlib|functools|runpy|importlib)(/|\.py)")
@@ -32,6 +34,9 @@ class Origins:
         module: path of `nn.Module`s, the outermost first ("GPT_0.Block_3.Linear_7"): of what differentiates, that
             of the forward operator; "" where the trace says none.
         frame: row of the innermost Python function that is not the framework's, or -1.
+        loads: whether it ran within the loading of data (`enumerate(DataLoader)`).
+        replay: row of the launch of a CUDA graph that work is of, whose other columns are those of the call that
+            was captured, or -1.
         stacks: the call stacks of the trace.
     """
 
@@ -39,6 +44,8 @@ class Origins:
     phase: list[Phase]
     module: list[str]
     frame: list[int]
+    loads: list[bool]
+    replay: list[int]
     stacks: Stacks
 
     def frames(self, trace: Trace, row: int) -> Iterator[str]:
@@ -65,6 +72,9 @@ def origins(trace: Trace, stacks: Stacks | None = None) -> Origins:
     """
     stacks = stacks or call_stacks(trace)
     names, parents = trace.name.tolist(), stacks.parent.tolist()
+    replay = [NONE] * len(trace)
+    for work, call in captured_calls(trace).items():
+        replay[work], parents[work] = parents[work], call
     operators, python = trace.of_category(OPERATORS).tolist(), trace.of_category(_PYTHON).tolist()
     sequence, thread = trace.argument("Sequence number").tolist(), trace.argument("Fwd thread id").tolist()
     starts = [_phase_of(text) for text in trace.strings]
@@ -73,7 +83,8 @@ def origins(trace: Trace, stacks: Stacks | None = None) -> Origins:
     count = len(trace)
     operator, described, frame = [NONE] * count, [False] * count, [NONE] * count
     phase, module = [Phase.FORWARD] * count, [""] * count
-    differentiates = [NONE] * count
+    differentiates, loads = [NONE] * count, [False] * count
+    loader = [text.startswith(_LOADER) for text in trace.strings]
     launched = np.flatnonzero(trace.on_device & (stacks.parent != NONE)).tolist()
     for row in (*stacks.order.tolist(), *launched):
         parent, name = parents[row], names[row]
@@ -81,6 +92,7 @@ def origins(trace: Trace, stacks: Stacks | None = None) -> Origins:
             operator[row], described[row], frame[row] = operator[parent], described[parent], frame[parent]
             phase[row], module[row] = phase[parent], module[parent]
             differentiates[row] = differentiates[parent]
+        loads[row] = loader[name] or (parent != NONE and loads[parent])
         if operators[row]:
             if not described[row]:
                 operator[row], described[row] = row, whole[name]
@@ -96,7 +108,9 @@ def origins(trace: Trace, stacks: Stacks | None = None) -> Origins:
                 module[row] = f"{module[row]}.{said}" if module[row] else said
         elif starts[name] is not None:
             phase[row] = starts[name] or phase[row]
-    found = Origins(operator=operator, phase=phase, module=module, frame=frame, stacks=stacks)
+    found = Origins(
+        operator=operator, phase=phase, module=module, frame=frame, loads=loads, replay=replay, stacks=stacks
+    )  # fmt: skip
     _of_forward(trace, found, sequence, thread, differentiates)
     return found
 

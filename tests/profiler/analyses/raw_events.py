@@ -18,7 +18,9 @@ RUNTIME = ("cuda_runtime", "cuda_driver", "hip_runtime")
 OLD = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime"}
 WAITS = ("Event Sync", "Context Sync", "Stream Sync", "Stream Wait Event")
 COMMUNICATES = re.compile(
-    r"(void )?(\w+::)*(nccl|rccl|(multimem_)?(one|two)_shot_|multimem_all_|cross_device_reduce)", re.IGNORECASE
+    r"(void )?(\w+::|\(anonymous namespace\)::)*"
+    r"(nccl|rccl|(multimem_)?(one|two)_shot_|multimem_all_|cross_device_reduce)",
+    re.IGNORECASE,
 )
 COPIES = re.compile(r"(cuda|hip)?(Memcpy|Memset)")
 
@@ -68,9 +70,10 @@ class Counter:
             return
         start, args = picoseconds(event["ts"]), event.get("args") or {}
         end = start + picoseconds(event["dur"])
-        stream, number = args.get("stream", -1), args.get("correlation", -1)
+        # What names no stream has the one that its thread stands for.
+        stream, number = args.get("stream", event["tid"]), args.get("correlation", -1)
         name, category = event["name"], OLD.get(event["cat"], event["cat"])
-        if category in WORK and stream >= 0 and name not in WAITS:
+        if category in WORK and name not in WAITS:
             kind = "computation"
             if category != "kernel" or COPIES.match(name):
                 kind = "memory"

@@ -60,7 +60,7 @@ def read(path: Path) -> tuple[TraceSet, dict[int, Counter]]:
 
 def check_all(path: Path) -> None:
     traces, counters = read(path)
-    for check in (busy, kernels, launches, idle):
+    for check in (busy, kernels, launches, idle, communication):
         check(traces, counters)
 
 
@@ -110,6 +110,17 @@ def idle(traces: TraceSet, counters: dict[int, Counter]) -> None:
             if row["rank"] == rank
         }
         assert found == pytest.approx({key: gap / US for key, gap in counter.idle().items()})
+
+
+def communication(traces: TraceSet, counters: dict[int, Counter]) -> None:
+    """Of one rank alone a collective is its kernel; what several ranks share is checked below."""
+    if len(traces) > 1:
+        return
+    rows = ANALYSES["communication"](traces).records()
+    (works,) = ([work for work in c.works if work.kind == "communication"] for c in counters.values())
+    assert sum(row["count"] for row in rows) == len(works)
+    took = sum(work.end - work.start for work in works) / US
+    assert sum(row["sum(us)"] for row in rows) == pytest.approx(took)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from small_traces import Event, job, operator, work
 
+from echograph.profiler.analyses import ANALYSES
 from echograph.profiler.traces import TraceSet, read_traces
 from echograph.profiler.traces.alignment import RankClock, align, clocks, on_clock
 from echograph.profiler.traces.collectives import matched
+from echograph.profiler.traces.trace import Trace
 
 REAL = "traces/dlrm-v100-8-ranks"
 KERNEL = "ncclKernel_AllReduce_RING_LL_Sum_float"
@@ -108,3 +110,19 @@ def test_a_real_job_of_eight_ranks(measured_data: Path) -> None:
     again, fit = align(wrong(traces, 6, offset_us=1e6, drift=2e-5))
     assert furthest_us(again, traces) < 5
     assert clocks(again, met).apart == fit.apart == 0
+
+
+@pytest.mark.parametrize("name", ["collectives", "communication", "cross-rank-critical-path-summary"])
+def test_no_column_is_made_for_each_collective(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many whole columns are computed for sixty collectives as for ten: what they cost is linear."""
+    made: list[int] = []
+    monkeypatch.setattr(Trace, "end", property(lambda trace: made.append(1) or trace.start + trace.duration))
+    often = []
+    for count in (10, 60):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        off = wrong(job(folder, *reductions(3, count, 5_000.0, 4)), 4, offset_us=2e6, drift=0.0)
+        made.clear()
+        ANALYSES[name](off)
+        often.append(len(made))
+    assert often[0] == often[1]

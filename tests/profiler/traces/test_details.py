@@ -9,6 +9,7 @@ import pytest
 from small_traces import operator, trace, work, write
 
 from echograph.errors import DataError, InputError
+from echograph.profiler.traces import read_traces
 from echograph.profiler.traces.events import details, whole_events
 
 EVENTS = [
@@ -38,3 +39,13 @@ def test_another_file_in_its_place_is_noticed(tmp_path: Path) -> None:
     Path(found.path).unlink()
     with pytest.raises(InputError, match="No such file"):
         details(found, np.array([0]))
+
+
+def test_details_of_texts_that_are_no_unicode(tmp_path: Path) -> None:
+    """An event is decoded alone: bytes that are no UTF-8 are one character each, as when the file is read."""
+    path = tmp_path / "rank0.json"
+    events = [EVENTS[0], EVENTS[2] | {"args": {"grid": ["?"], "stream": 7, "correlation": 1}}, EVENTS[0]]
+    write(path, events)
+    path.write_bytes(path.read_bytes().replace(b"?", b"\xff"))
+    found = read_traces(path, last_step=True)[0]
+    assert details(found, found.on_device)[0]["args"]["grid"] == ["\ufffd"]
