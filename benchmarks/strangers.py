@@ -1,7 +1,8 @@
 """Captures training scripts of others, unedited, from clones: `python -m benchmarks.strangers FOLDER`.
 
 Prints the table of docs/adapters.md: what came out of each script of `strangers.toml`, in how many seconds of
-processor time and at what peak of memory, or the line in which it ended.
+processor time and at what peak of memory, or the line in which it ended. With `--outcomes FILE` each is written
+there as it ends, and those that the file has are not run again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,8 @@ def capture(row: dict[str, Any], folder: Path) -> Outcome:
     at = folder / clone(row) / row.get("folder", "")
     own = folder / row.get("python", "") / "bin" / "python"
     python = str(own) if "python" in row and own.is_file() else sys.executable
+    # As an environment that is active: what scripts call by name is found there first.
+    found_at = {"PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     known = {"data": folder / "data", "path": os.environ.get("PYTHONPATH", "")}
     set_there = {name: value.format(**known) for name, value in row.get("environment", {}).items()}
     with tempfile.TemporaryDirectory() as made:
@@ -93,7 +97,7 @@ def capture(row: dict[str, Any], folder: Path) -> Outcome:
         told, errors = Path(made) / "told", Path(made) / "errors"
         with told.open("w") as out, errors.open("w") as err:
             process = subprocess.Popen(
-                [python, *_COMMAND, *asked], cwd=at, stdout=out, stderr=err, env=os.environ | set_there
+                [python, *_COMMAND, *asked], cwd=at, stdout=out, stderr=err, env=os.environ | found_at | set_there
             )
             try:
                 _, status, used = os.wait4(process.pid, 0)
@@ -109,6 +113,21 @@ def capture(row: dict[str, Any], folder: Path) -> Outcome:
         seconds=seconds, mib=used.ru_maxrss / 1024,
         line=" ".join(warnings) if status == 0 else (lines or [""])[-1],
     )  # fmt: skip
+
+
+def outcomes(rows: Sequence[dict[str, Any]], folder: Path, kept: Path | None) -> Iterator[Outcome]:
+    """What comes out of scripts, one after the other; those that a file of outcomes has are taken from there."""
+    lines = kept.read_text().splitlines() if kept is not None and kept.is_file() else []
+    known = {outcome.name: outcome for outcome in (Outcome(**json.loads(line)) for line in lines)}
+    for row in rows:
+        if row["name"] in known:
+            yield known[row["name"]]
+            continue
+        outcome = capture(row, folder)
+        if kept is not None:
+            with kept.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
+        yield outcome
 
 
 def _exchanged(summary: dict[str, Any]) -> str:
@@ -138,11 +157,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where the clones lie")
     parser.add_argument("--only", default="", help="those whose names hold this")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="a file of scripts; by default strangers.toml")
+    parser.add_argument("--outcomes", type=Path, help="a file that keeps them: a run that was ended goes on")
     given = parser.parse_args()
     folder = given.folder.resolve()
-    rows = [row for row in scripts(ROWS.read_text()) if given.only in row["name"]]
+    rows = [row for row in scripts(given.rows.read_text()) if given.only in row["name"]]
     there = [row for row in rows if (folder / clone(row)).is_dir()]
-    print(table([capture(row, folder) for row in there]))
+    print(table(list(outcomes(there, folder, given.outcomes))))
 
 
 if __name__ == "__main__":

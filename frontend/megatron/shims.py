@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -234,6 +234,13 @@ class TokenSamples(Dataset[dict[str, Tensor]]):
         return sample
 
 
+def _around_tokens(kind: type, config: Any, split: Any, size: int | None) -> Any:
+    """Samples of a data set that adds to those of a GPT, by `super().__getitem__`: images, say."""
+    names = ("__init__", "__len__")
+    own: type = type(kind.__name__, (kind,), {name: vars(TokenSamples)[name] for name in names})
+    return own(config, split, size)
+
+
 class SentenceSamples(Dataset[dict[str, Any]]):
     """Samples of BERT and T5, in the shapes in which their datasets give them, none of them padded.
 
@@ -301,16 +308,16 @@ def _build(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
         plain = builder.cls in (GPTDataset, MockGPTDataset) or builder.cls.__getitem__ is GPTDataset.__getitem__
         masked = builder.cls.__name__ in ("BERTMaskedWordPieceDataset", "T5MaskedWordPieceDataset")
-        if not (plain or masked):
+        if not (plain or masked or issubclass(builder.cls, GPTDataset)):
             if builder.config.mock:
                 return original(builder)  # type: ignore[no-any-return]
             raise CaptureError(
-                f"{builder.cls.__name__}: a capture has samples of the shapes of GPTDataset, BERT and T5 alone: "
-                "leave out what chooses another dataset"
+                f"{builder.cls.__name__}: a capture has samples of the shapes of GPTDataset, BERT and T5, and of "
+                "what derives from the first: leave out what chooses another dataset"
             )
         if not builder.is_built_on_rank():
             return [None] * len(Split)
-        kind = TokenSamples if plain else SentenceSamples
+        kind: Any = SentenceSamples if masked else TokenSamples if plain else partial(_around_tokens, builder.cls)
         return [kind(builder.config, split, builder.sizes[split.value]) for split in Split]
 
     return build
@@ -399,6 +406,11 @@ LEFT_OUT: tuple[Patch, ...] = (
         where="megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
         reason="a step is run again where its loss is no number, which only values tell",
         around=_unrejected,
+    ),
+    Patch(
+        where="megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__",
+        reason="samples have shapes alone, which data sets that derive from it add to",
+        around=lambda _: TokenSamples.__getitem__,
     ),
     Patch(
         where="megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.build",

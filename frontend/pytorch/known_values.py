@@ -230,7 +230,7 @@ class _Following(TorchFunctionMode):
         if func is Tensor.__iter__ and is_known(args[0]):
             return iter(self.__torch_function__(torch.unbind, types, args, kwargs))
         if func is torch.tensor:
-            args = tree_map_only(Tensor, _number, args)
+            args = (plain(args[0]), *args[1:])
         elif func in _INDEXING:
             args = (args[0], _positions(args[1]), *args[2:])
         elif (
@@ -282,6 +282,19 @@ def _number(given: Any) -> Any:
         return known.tolist()
 
 
+def plain(data: Any) -> Any:
+    """What `torch.tensor` is given: numbers in place of known tensors; where one is not known, a tensor of all."""
+    made = tree_map_only(Tensor, _number, data)
+    unknown = isinstance(made, list | tuple) and any(isinstance(part, FakeTensor) for part in tree_leaves(made))
+    return _stacked(made) if unknown else made
+
+
+def _stacked(parts: Any) -> Tensor:
+    if isinstance(parts, list | tuple):
+        return torch.stack([_stacked(part) for part in parts])
+    return parts.reshape(()) if isinstance(parts, Tensor) else torch.tensor(parts)
+
+
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operator makes whose shape depends on values, if those are known.
 
@@ -292,6 +305,8 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     given: Any = _with_values((args, kwargs))
     if given is _UNKNOWN:
         # The tensor itself is not known, but how it is to be cut: its second argument and later ones.
+        if func in _INDEXING:
+            return func(args[0], _positions(args[1]), *args[2:])
         cuts = tree_map_only(FakeTensor, _number, (args[1:], kwargs))
         return func(args[0], *cuts[0], **cuts[1])
     with _disable_current_modes():

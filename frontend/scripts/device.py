@@ -35,7 +35,7 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
 from echograph.frontend.scripts import places, streams, values
 from echograph.frontend.scripts.adapter import patched, replaced
-from echograph.frontend.scripts.places import is_gpu, mark, mark_module, moved, on_gpu
+from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
 from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, deciding, keep_finite
@@ -71,6 +71,11 @@ _REMEDIES = (
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
 _FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine", "bitsandbytes", "kernels")
+# What brings a package of another name.
+_DISTRIBUTIONS = {
+    "cv2": "opencv-python-headless", "git": "gitpython", "PIL": "pillow", "pkg_resources": '"setuptools<81"',
+    "skimage": "scikit-image", "sklearn": "scikit-learn", "yaml": "pyyaml", "google": "protobuf",
+}  # fmt: skip
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
 
 
@@ -130,7 +135,7 @@ def _of_package(error: ImportError, name: str) -> str:
     if not isinstance(error, ModuleNotFoundError):
         return ""
     # Of a package without a place of its own, several distributions have parts.
-    part = package if found is None else name
+    part = _DISTRIBUTIONS.get(package, package) if found is None else name
     return _NEEDS_GPU if package in _FOR_GPUS else f"install {part} beside echograph"
 
 
@@ -224,6 +229,7 @@ def _of_cuda(world: World) -> dict[str, Any]:
         "Stream": CapturedStream,
         "Event": CapturedEvent,
         "stream": streams.on,
+        **OLD_TYPES,
         "default_stream": lambda *_, **__: CapturedStream.default,
     }
 
@@ -326,6 +332,10 @@ class OnTheDevice(TorchFunctionMode):
             return False
         if kwargs.get("pin_memory"):
             kwargs = kwargs | {"pin_memory": False}
+        if func is torch.tensor and args and isinstance(args[0], list | tuple):
+            args = (known_values.plain(args[0]), *args[1:])
+        if func is Tensor.type and len(args) > 1 and args[1] in OLD_TYPES.values():
+            return self._moved(Tensor.to, (args[0], args[1].dtype), {}, True)
         if func is Tensor.type:
             return _type_of(func, args, kwargs)
         if func is Tensor.cuda:

@@ -63,9 +63,11 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
             if file is None and name in _IMAGES:
                 kind = getattr(_package("torchvision.datasets"), name)
                 stack.enter_context(replaced(kind, "__init__", _images(name, note)))
+            elif file is None and name in _WORDS_OF:
+                stack.enter_context(_encoding(name, note))
             elif file is None and name not in _COLUMNS:
-                raise UnknownNameError("data set", name, [*_IMAGES, *_COLUMNS])
-        rows = {name: file for name, file in fakes.data.items() if name not in _IMAGES}
+                raise UnknownNameError("data set", name, [*_IMAGES, *_COLUMNS, *_WORDS_OF])
+        rows = {name: file for name, file in fakes.data.items() if name not in (*_IMAGES, *_WORDS_OF)}
         if rows:
             package = _package("datasets")
             for owner in (package, importlib.import_module("datasets.load")):
@@ -118,6 +120,35 @@ def _images(name: str, note: NoteTaker) -> Callable[..., None]:
                 images.data, images.targets = torch.from_numpy(pixels), torch.from_numpy(labels)
 
     return init
+
+
+# -- tokenizers of tiktoken -------------------------------------------------------------------------------------
+
+# Its encodings, and how many words each has besides the special ones.
+_WORDS_OF = {
+    "gpt2": 50_256, "r50k_base": 50_256, "p50k_base": 50_280, "cl100k_base": 100_256, "o200k_base": 199_998,
+}  # fmt: skip
+
+
+@contextmanager
+def _encoding(name: str, note: NoteTaker) -> Iterator[None]:
+    """In the context, tiktoken has an encoding of as many words as the published one; each byte is a token."""
+    registry, published = _package("tiktoken.registry"), _package("tiktoken_ext.openai_public")
+    words = {bytes([byte]): byte for byte in range(256)}
+    words |= {b"\xff\xff" + number.to_bytes(4): number for number in range(256, _WORDS_OF[name])}
+    with ExitStack() as stack:
+        for loads in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+            stack.enter_context(replaced(published, loads, lambda *_, **__: words))
+        made = registry.Encoding(**published.ENCODING_CONSTRUCTORS[name]())
+    note(f"{name}: an encoding of as many words as published, in which each byte is a token, as --fake-data asks")
+    before = registry.ENCODINGS.get(name)
+    registry.ENCODINGS[name] = made
+    try:
+        yield
+    finally:
+        registry.ENCODINGS.pop(name, None)
+        if before is not None:
+            registry.ENCODINGS[name] = before
 
 
 # -- data sets of the hub ---------------------------------------------------------------------------------------

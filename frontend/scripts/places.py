@@ -193,3 +193,28 @@ def answered(index: int) -> Iterator[None]:
         replaced(nn.Parameter, "__new__", staticmethod(of_class)),
     ):
         yield
+
+
+class _OldType(type):
+    """A type of tensors by its old name, `torch.cuda.FloatTensor`: makes them of data or sizes, and knows them."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *given: Any) -> Tensor:
+        if given and not isinstance(given[0], int):
+            return torch.as_tensor(given[0]).to("cuda", cls.dtype)
+        return torch.empty(given, dtype=cls.dtype, device="cuda")
+
+    def __instancecheck__(cls, given: object) -> bool:
+        return isinstance(given, Tensor) and given.dtype == cls.dtype and on_gpu(given)
+
+
+OLD_TYPES = {
+    f"{name}Tensor": _OldType(f"{name}Tensor", (), {"dtype": dtype, "__module__": "torch.cuda"})
+    for name, dtype in {
+        "Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
+        "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+        "Bool": torch.bool,
+    }.items()
+}  # fmt: skip
+"""Old names of types of `torch.cuda` -> what stands for each."""

@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,7 +32,7 @@ from echograph.frontend.pytorch.capture import fake_mode, plain_attention_masks,
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.pytorch.userfile import reason
-from echograph.frontend.scripts import fakes, stand_ins
+from echograph.frontend.scripts import fakes, launchers, stand_ins
 from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
@@ -40,6 +40,7 @@ from echograph.frontend.scripts.recorder import ScriptRecorder, StepRecorded
 from echograph.frontend.scripts.world import World
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_RAISED = "the script raised it, with no values in its tensors; echoc --debug capture shows how it came there"
 _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 
 
@@ -148,7 +149,9 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         started: list[tuple[Any, Callable[[], Any]]] = []
         enter(patched(BaseProcess, "start", lambda f: _writing_down(started, f)))
         enter(_forked())
-        _run(script, recorder, started, world.local_rank)
+        launched: list[Path] = []
+        enter(launchers.in_place(world, launched))
+        _run(script, recorder, started, launched, world.local_rank)
         meshes = list(map(dict, adapter.meshes(world)))
     return ScriptRun(world=world, recorder=recorder, meshes=meshes)
 
@@ -244,9 +247,15 @@ def _run(
     script: Script,
     recorder: ScriptRecorder,
     started: Sequence[tuple[Any, Callable[[], Any]]],
+    launched: Sequence[Path],
     local_rank: int,
 ) -> None:
     status: object = 0
+
+    def told() -> Script:
+        """Whose lines errors name: of a launcher, those of what it launched."""
+        return replace(script, path=launched[-1]) if launched else script
+
     try:
         with recorder, _children_end_here():
             if script.module:
@@ -258,15 +267,15 @@ def _run(
     except StepRecorded:
         return
     except CaptureError as error:
-        raise _placed(script, error) from error
+        raise _placed(told(), error) from error
     except EchoError:
         raise
     except SystemExit as error:
         status = error.code
     except Exception as error:
-        raise _explained(script, error) from error
+        raise _explained(told(), error) from error
     if not recorder.recorded:
-        raise _too_short(script, recorder, status)
+        raise _too_short(told(), recorder, status)
 
 
 def _too_short(script: Script, recorder: ScriptRecorder, status: object) -> CaptureError:
@@ -299,7 +308,7 @@ def _explained(script: Script, error: Exception) -> CaptureError:
             f"{where}: {reason(error)}: PyTorch has no shape rule for it, so register a fake implementation "
             "(torch.library.register_fake)"
         )
-    what = remedy(error) or "the script raised it, with no values in its tensors"
+    what = remedy(error) or _RAISED
     return CaptureError(f"{where}: {reason(error)}: {what}")
 
 

@@ -1,10 +1,10 @@
 """What a script reads from a tensor that has no data.
 
 A number that is read (a loss for the log) is answered by one that stands for it: 1. It may be printed, added and
-averaged, but not compared, and no tensor is true or false: a script that goes one way or another by it would be
-captured going one of them, so it is refused unless the user said which (`deciding`). All values are taken to be
-finite: who asks whether one is not a number is told that it is one. What libraries ask of values is answered
-in the same way, and not refused.
+averaged, but the script may not compare it, and no tensor is true or false: a script that goes one way or another
+by it would be captured going one of them, so it is refused unless the user said which (`deciding`). All values are
+taken to be finite: who asks whether one is not a number is told that it is one. What libraries ask of values is
+answered in the same way, and not refused.
 
 What the host knows of small tensors (`frontend.pytorch.known_values`) is answered as it is.
 """
@@ -67,9 +67,9 @@ def answer(tensor: Tensor, note: NoteTaker) -> Any:
     line = caller()
     if line is not None:
         note(f"{line} reads a tensor's value, which a capture does not have: 1 stands for it")
-    if tensor.dtype == torch.bool:
-        return True
-    return StandInNumber(1.0) if tensor.is_floating_point() else 1
+    if line is None:
+        return True if tensor.dtype == torch.bool else StandInNumber(1.0) if tensor.is_floating_point() else 1
+    return StandInNumber(1.0) if tensor.is_floating_point() else StandInInteger(1)
 
 
 @contextmanager
@@ -121,42 +121,53 @@ def line_of_script() -> str:
     return ""
 
 
+def _true_or_not(number: Any) -> bool:
+    where = caller()
+    return True if where is None else _decided(where, "whether a tensor's value is true")
+
+
 class StandInNumber(float):
     """A number that stands for one that is not known."""
 
-    def _unknown(self, other: Any) -> Any:
-        del other
-        where = caller()
-        return NotImplemented if where is None else _decided(where, "a comparison with a tensor's value")
+    __bool__ = _true_or_not
 
 
-def _arithmetic(name: str) -> Any:
-    plain = getattr(float, name)
+class StandInInteger(int):
+    """The same of integers, and of what is true or false."""
 
-    def operate(self: StandInNumber, *others: Any) -> Any:
+    __bool__ = _true_or_not
+
+
+def _arithmetic(kind: type, name: str) -> Any:
+    plain = getattr(kind, name)
+
+    def operate(self: Any, *others: Any) -> Any:
         made = plain(self, *others)
-        return StandInNumber(made) if isinstance(made, float) else made
+        return (
+            StandInNumber(made) if isinstance(made, float) else StandInInteger(made) if type(made) is int else made
+        )
 
     return operate
 
 
-for _name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
-              "__neg__", "__abs__"):  # fmt: skip
-    setattr(StandInNumber, _name, _arithmetic(_name))
+def _compare(kind: type, name: str) -> Any:
+    plain = getattr(kind, name)
 
-
-def _compare(name: str) -> Any:
-    plain = getattr(float, name)
-
-    def compare(self: StandInNumber, other: Any) -> Any:
-        made = self._unknown(other)
-        return plain(self, other) if made is NotImplemented else made
+    def compare(self: Any, other: Any) -> Any:
+        where = caller()
+        return plain(self, other) if where is None else _decided(where, "a comparison with a tensor's value")
 
     return compare
 
 
-for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
-    setattr(StandInNumber, _name, _compare(_name))
+_ARITHMETIC = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
+               "__floordiv__", "__rfloordiv__", "__neg__", "__abs__")  # fmt: skip
+for _kind, _plain in ((StandInNumber, float), (StandInInteger, int)):
+    for _name in _ARITHMETIC:
+        setattr(_kind, _name, _arithmetic(_plain, _name))
+    for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
+        setattr(_kind, _name, _compare(_plain, _name))
+    _kind.__hash__ = _plain.__hash__  # type: ignore[method-assign]
 
 
 def _item(note: NoteTaker, tensor: Tensor) -> Any:

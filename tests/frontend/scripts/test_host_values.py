@@ -131,3 +131,35 @@ def test_a_slice_between_known_tensors_is_as_long_as_they_say() -> None:
         assert of[begin : begin + 7].shape == (7,)
         assert of[torch.tensor(5) :].shape == (len(of) - 5,)
     assert list(range(9))[torch.tensor(2) : torch.tensor(5)] == [2, 3, 4]
+
+
+def test_a_tensor_of_tensors_is_as_long_as_their_list() -> None:
+    known, unknown = torch.tensor(3), torch.randn(8192).sum()
+    assert torch.tensor([known, known + 1]).tolist() == [3, 4]
+    made = torch.tensor([[unknown, known], [2.0, unknown]], device="cuda")
+    assert (made.shape, made.is_cuda, made.dtype) == ((2, 2), True, torch.float32)
+
+
+def test_a_known_mask_cuts_what_is_not_known() -> None:
+    mask = torch.tensor([True, False, True]).cuda()
+    assert torch.randn(3, 8192, device="cuda")[mask].shape == (2, 8192)
+    assert torch.randn(8192, 3, device="cuda")[:, mask].shape == (8192, 2)
+
+
+ASKED = {
+    "equals": lambda read: read == 3,
+    "differs": lambda read: read != 3,
+    "is more": lambda read: read > 0,
+    "is less, after a sum": lambda read: read + 1 > 0,
+    "is true": lambda read: bool(read),
+}
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.float32])
+@pytest.mark.parametrize("ask", ASKED)
+def test_no_script_is_told_how_an_unknown_number_compares(kind: torch.dtype, ask: str) -> None:
+    read = torch.randn(8192).sum().to(kind).item()
+    with pytest.raises(CaptureError, match="decides what the script does"):
+        ASKED[ask](read)
+    assert f"{read:.2f}" == "1.00"
+    assert kind == torch.float32 or "abc"[read] == "b"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import sys
 from pathlib import Path
 
@@ -251,3 +252,69 @@ def _raised(name: str, part: str) -> BaseException:
 )
 def test_a_package_that_is_missing_or_another_version_says_which(name: str, part: str, what: str) -> None:
     assert what in remedy(_raised(name, part))
+
+
+LAUNCHED = """import os, sys, torch
+assert sys.argv[1:] == {argv}, sys.argv
+assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("5", "16"), os.environ["RANK"]
+torch.distributed.init_process_group("nccl")
+model = torch.nn.Linear(4, 4).cuda()
+""" + STEPS.format(given="torch.ones(2, 4, device='cuda')")
+
+
+@pytest.mark.parametrize("named", ["run", "module", "function"])
+def test_what_a_launcher_was_to_start_runs_in_its_place(tmp_path: Path, named: str) -> None:
+    started = tmp_path / "started.py"
+    started.write_text(LAUNCHED.format(argv=["--lr", "3"]))
+    arguments = ("--nproc-per-node", "8", "--nnodes", "2", str(started), "--lr", "3")
+    world = World(size=16, rank=5)
+    before = dict(os.environ), list(sys.argv), list(sys.path)
+    if named == "module":
+        script = Script.of_module("torch.distributed.run", arguments=arguments)
+    else:
+        script = Script(path=tmp_path / "launch.py", arguments=arguments)
+        script.path.write_text(
+            "from torch.distributed.run import main\nmain()\n"
+            if named == "run"
+            else "import sys, runpy\nfrom torch.distributed.launcher.api import LaunchConfig, elastic_launch\n"
+            "def own(path):\n    sys.argv[1:] = sys.argv[-2:]\n    runpy.run_path(path, run_name='__main__')\n"
+            "config = LaunchConfig(min_nodes=2, max_nodes=2, nproc_per_node=8)\n"
+            "elastic_launch(config, own)(sys.argv[5])\n"
+        )
+    assert _called(run_script(script, world, TorchAdapter())) == [("all_reduce", 80)]
+    assert (dict(os.environ), list(sys.argv), list(sys.path)) == before
+
+
+def test_errors_name_the_lines_of_what_was_launched(tmp_path: Path) -> None:
+    started = tmp_path / "there" / "started.py"
+    started.parent.mkdir()
+    started.write_text("import torch\n1 / 0\n")
+    text = "from torch.distributed.run import main\nmain()\n"
+    with pytest.raises(CaptureError, match=r"^started.py:2: ZeroDivisionError.*--debug"):
+        _run(tmp_path, text, World(size=8), "--nproc-per-node", "8", str(started))
+    with pytest.raises(CaptureError, match=r"gone\.py: no such file"):
+        _run(tmp_path, text, World(size=8), "--nproc-per-node", "8", "gone.py")
+
+
+def test_what_deepspeeds_launcher_was_to_start_runs_in_its_place(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    started = tmp_path / "started.py"
+    started.write_text(LAUNCHED.format(argv=["--local_rank=5", "--lr", "3"]))
+    text = f"import deepspeed.launcher.runner as runner\nrunner.main([{str(started)!r}, '--lr', '3'])\n"
+    assert _called(_run(tmp_path, text, World(size=16, rank=5))) == [("all_reduce", 80)]
+
+
+def test_types_of_tensors_have_their_old_names(tmp_path: Path) -> None:
+    text = """import torch
+made = torch.cuda.LongTensor([1, 2])
+assert made.tolist() == [1, 2] and made.is_cuda and isinstance(made, torch.cuda.LongTensor)
+sized = torch.cuda.FloatTensor(3, 4)
+assert sized.shape == (3, 4) and isinstance(sized, torch.cuda.FloatTensor)
+assert not isinstance(made, torch.cuda.FloatTensor) and not isinstance(torch.ones(2), torch.cuda.FloatTensor)
+half = torch.zeros(2).type(torch.cuda.HalfTensor)
+assert half.is_cuda and half.dtype == torch.float16
+model = torch.nn.Linear(4, 4).cuda()
+""" + STEPS.format(given="torch.ones(2, 4, device='cuda')").replace(
+        "model = torch.nn.parallel.DistributedDataParallel(model)", ""
+    )
+    assert _called(_run(tmp_path, text, World(size=1))) == []
