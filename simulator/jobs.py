@@ -271,8 +271,8 @@ def _ends(parts: list[_Part], repeats: list[int], topology: Topology, *, storage
     runs = [_repeated(part, count, storage) for part, count in zip(parts, repeats, strict=True)]
     if sum(len(run.tasks) * len(part.columns) for run, part in zip(runs, parts, strict=True)) > MAX_EVENTS:
         raise SimulationError(
-            f"the jobs' steps have more than {MAX_EVENTS:,} tasks: give smaller jobs, or some whose steps are more "
-            "alike"
+            f"the jobs' steps have more than {MAX_EVENTS:,} tasks: give smaller jobs, or some whose steps are "
+            "more alike"
         )
     shared = share([part.loading for part in parts], topology)
     sharing = _side_by_side([_with_storage(s, r) for s, r in zip(shared, runs, strict=True)], width)
