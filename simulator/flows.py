@@ -8,11 +8,12 @@ of the simulation: `flows` makes the `Sharing` that the event engine shares link
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Float64, Int32, Int64, Ragged
@@ -20,7 +21,7 @@ from echograph.ir.graph import Group, JobGraph
 from echograph.ir.types import OpKind
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.collectives import ALGORITHMS, CollectiveEstimate, CollectiveName, collective_time
-from echograph.simulator.durations import Durations, kind_of
+from echograph.simulator.durations import Durations, Estimate, kind_of
 from echograph.simulator.engine.sharing import Sharing
 from echograph.simulator.groups import place_in_group
 from echograph.simulator.network.patterns import Loads, Pattern, loads
@@ -104,14 +105,20 @@ def links_of(job: JobGraph, cluster: Cluster) -> Topology:
     return Topology(cluster=cluster, gpus=max(job.world_size, 1 + max(named)))
 
 
-def alone(topology: Topology) -> Callable[[CollectiveName, float, Sequence[int]], CollectiveEstimate]:
+def alone(topology: Topology, gpus: Int64 | None = None) -> Estimate:
     """How long a communication takes that has the links of its ranks for itself, for `durations`.
 
     The function's estimates count `network_s` at the full rate of the ports.
+
+    Args:
+        topology: the links.
+        gpus: int64 [ranks], the GPU of each rank; None: its number.
     """
     cluster = topology.cluster
 
     def estimate(kind: CollectiveName, nbytes: float, ranks: Sequence[int]) -> CollectiveEstimate:
+        if gpus is not None:
+            ranks = np.sort(gpus[np.asarray(ranks)]).tolist()
         placement, members = cluster.place(ranks), np.asarray(ranks, np.int64)
         ports = topology.group_bytes_per_s(members)
         # What its GPUs get out over PCIe may be less than the ports that they share with others.
@@ -144,24 +151,81 @@ def flows(job: JobGraph, tasks: TaskGraph, times: Durations, topology: Topology)
         SimulationError: ranks cannot be told apart by the mesh, or too many links are loaded.
         UsageError: the cluster names a degraded link that it does not have.
     """
-    routes = _Routes(job, tasks, times, topology)
+    mine = loading(job, tasks, times, topology)
+    return Flows(topology=topology, sharing=share([mine], topology)[0], carried=mine.carried)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Loading:
+    """What a job's tasks put on links, whoever else does.
+
+    Attributes:
+        rows: loads by place, of one collective or message each.
+        route: int32 [tasks], the row of each task; -1 for those that load nothing.
+        load: float64 [tasks], the share of the row's rates that each puts on links.
+        carried: float64 [links], bytes that each link carries in a step.
+        asked: float64 [links], bytes/s that each is asked for at most at one time.
+        columns: of the job's programs.
+    """
+
+    rows: list[Loads]
+    route: Int32
+    load: Float64
+    carried: Float64
+    asked: Float64
+    columns: int
+
+
+def loading(
+    job: JobGraph, tasks: TaskGraph, times: Durations, topology: Topology, gpus: Int64 | None = None
+) -> Loading:
+    """As of `flows`, before it is known which links are shared.
+
+    Args:
+        job: the job.
+        tasks: its tasks.
+        times: its durations, with the estimates of `alone`.
+        topology: the links of its GPUs.
+        gpus: int64 [ranks], the GPU of each rank; None: its number.
+    """
+    routes = _Routes(job, tasks, times, topology, gpus)
     carried = np.zeros(topology.links)
     route = np.full(len(tasks), NONE, np.int32)
     load = np.zeros(len(tasks))
-    for row, share, mine in routes.find():
-        route[mine], load[mine] = row, share
+    for row, part, mine in routes.find():
+        route[mine], load[mine] = row, part
         table = routes.rows[row]
-        amount = float(tasks.duration[mine].sum()) / 1e12 * share
+        amount = float(tasks.duration[mine].sum()) / 1e12 * part
         carried += np.bincount(table.link, table.rate * amount, topology.links)
-    sharing = _sharing(routes.rows, tasks, route, load, topology, routes.mesh.columns)
-    return Flows(topology=topology, sharing=sharing, carried=carried)
+    return Loading(
+        rows=routes.rows,
+        route=route,
+        load=load,
+        carried=carried,
+        asked=_asked(routes.rows, tasks, route, load, topology),
+        columns=routes.mesh.columns,
+    )
+
+
+def overloaded(jobs: Sequence[Loading], topology: Topology) -> npt.NDArray[np.bool_]:
+    """Bool [links]: those that jobs which run at a time may together ask for more than they bear."""
+    asked = np.sum([job.asked for job in jobs], axis=0)
+    return _through_ports(asked, topology) > topology.capacity * (1 + TOLERANCE)
+
+
+def share(jobs: Sequence[Loading], topology: Topology) -> list[Sharing]:
+    """How the tasks of each of some jobs that run at a time share links."""
+    saturated = overloaded(jobs, topology)
+    return [_sharing(job, saturated, topology) for job in jobs]
 
 
 class _Routes:
     """The rows of `Sharing.routes` as they are found: each a `Loads` whose groups are places."""
 
-    def __init__(self, job: JobGraph, tasks: TaskGraph, times: Durations, topology: Topology) -> None:
-        self.job, self.tasks, self.times, self.topology = job, tasks, times, topology
+    def __init__(
+        self, job: JobGraph, tasks: TaskGraph, times: Durations, topology: Topology, gpus: Int64 | None = None
+    ) -> None:
+        self.job, self.tasks, self.times, self.topology, self.gpus = job, tasks, times, topology, gpus
         self.mesh = Mesh(job)
         self.ranks = self.mesh.ranks()
         self.place, self.places = self.mesh.places(tasks)
@@ -230,7 +294,7 @@ class _Routes:
         return self._groups[key]
 
     def _members(self, group: Group, program: int, columns: Int64, peer: int | None) -> Int64:
-        """int64 [columns, ranks]: the group of each column's rank, or that rank and the one that it sends to."""
+        """int64 [columns, ranks]: the GPUs of each column's group, or of its rank and the one that it sends to."""
         job = self.job
         if not group.axes:
             here = np.full(len(columns), place_in_group(job, group, job.programs[program]))
@@ -239,10 +303,11 @@ class _Routes:
             ranks, offsets = self.ranks[program, columns], np.asarray(job.group_ranks(group))
             here = _coordinates(job, group, ranks)
             members = (ranks - offsets[here])[:, None] + offsets
-        if peer is None:
-            return np.sort(members, axis=1)
-        ends = np.stack([here, (here + peer) % members.shape[1]], axis=1)
-        return np.take_along_axis(members, ends, axis=1)
+        if peer is not None:
+            ends = np.stack([here, (here + peer) % members.shape[1]], axis=1)
+            members = np.take_along_axis(members, ends, axis=1)
+        placed = members if self.gpus is None else self.gpus[members]
+        return placed if peer is not None else np.sort(placed, axis=1)
 
 
 def _coordinates(job: JobGraph, group: Group, ranks: Int64) -> Int64:
@@ -260,13 +325,10 @@ def _pattern(found: CollectiveEstimate, kind: CollectiveName) -> Pattern:
     return pattern
 
 
-def _sharing(
-    rows: list[Loads], tasks: TaskGraph, route: Int32, load: Float64, topology: Topology, columns: int
-) -> Sharing:
+def _sharing(job: Loading, saturated: npt.NDArray[np.bool_], topology: Topology) -> Sharing:
     """Routes over the links that can be overloaded."""
-    most = _most(rows, tasks, route, load, topology, columns)
-    saturated = most > topology.capacity * (1 + TOLERANCE)
-    routes = np.zeros((max(1, len(rows)), columns), np.int32)
+    rows, route, tasks = job.rows, job.route, len(job.route)
+    routes = np.zeros((max(1, len(rows)), job.columns), np.int32)
     # Row 0 of the links is empty: the route of those that share nothing at their place.
     lengths, links, weights = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
     used, unit = np.zeros(len(rows), np.bool_), np.ones(len(rows))
@@ -281,9 +343,9 @@ def _sharing(
             weights.append(row.rate[keep] / unit[number])
     shares = np.flatnonzero(route != NONE)
     shares = shares[used[route[shares]]]
-    its_route, its_load = np.full(len(tasks), NONE, np.int32), np.zeros(len(tasks))
+    its_route, its_load = np.full(tasks, NONE, np.int32), np.zeros(tasks)
     its_route[shares] = route[shares]
-    its_load[shares] = load[shares] * unit[route[shares]]
+    its_load[shares] = job.load[shares] * unit[route[shares]]
     return Sharing(
         capacity=topology.capacity,
         load=its_load,
@@ -294,12 +356,10 @@ def _sharing(
     )
 
 
-def _most(
-    rows: list[Loads], tasks: TaskGraph, route: Int32, load: Float64, topology: Topology, columns: int
-) -> Float64:
+def _asked(rows: list[Loads], tasks: TaskGraph, route: Int32, load: Float64, topology: Topology) -> Float64:
     """float64 [links]: what they can be asked for at most at one time.
 
-    At a place a stream runs one task at a time. And what climbs has come through ports.
+    At a place a stream runs one task at a time.
     """
     most = np.zeros(topology.links)
     routed = np.flatnonzero(route != NONE)
@@ -312,6 +372,12 @@ def _most(
         order = np.argsort(key, kind="stable")
         first = np.flatnonzero(np.diff(key[order], prepend=NONE))
         most += np.bincount(key[order[first]] % topology.links, np.maximum.reduceat(rate[order], first), len(most))
+    return most
+
+
+def _through_ports(asked: Float64, topology: Topology) -> Float64:
+    """What links are asked for at most, as what climbs has come through ports."""
+    most = asked.copy()
     ports = np.arange(topology.nodes * topology.ports)
     for tier in topology.tiers:
         for end in (0, 1):

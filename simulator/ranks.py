@@ -125,16 +125,7 @@ def run_every_rank(
     slowest = max((1.0, *every.slow.values())) * (1 + 4 * every.jitter)
     if not float(tasks.duration.sum(dtype=np.float64)) * slowest < 2**63:
         raise SimulationError(f"the step may take more than {to_s(2**63) / 86_400:.0f} days: give smaller factors")
-    kernel = (tasks.lane == DEVICE) & (job.ops.kind == OpKind.COMPUTE)[tasks.op]
-    place, places = mesh.places(tasks)
-    columns = Columns(
-        kind=np.where(kernel, 1 + tasks.program, 0),
-        factor=_factors(mesh, every),
-        place=place,
-        places=places,
-        jitter=every.jitter,
-        seed=every.seed,
-    )
+    columns = kernel_columns(mesh, tasks, every)
     run: Callable[..., Ends]
     if engine == "events":
         # The compiler is loaded where it is needed.
@@ -149,6 +140,24 @@ def run_every_rank(
         ends, told = run(record=last), last
     timeline = write_timeline(job, replace(tasks, duration=ends.duration), ends.start)
     return timeline, replace(_times(mesh, tasks, ends.end, ends.waited), column=told)
+
+
+def kernel_columns(mesh: Mesh, tasks: TaskGraph, every: EveryRank) -> Columns:
+    """The columns of a job's ranks, whose kernels take as long as is said of each.
+
+    Raises:
+        SimulationError: `every` names a rank that is not there.
+    """
+    kernel = (tasks.lane == DEVICE) & (mesh.job.ops.kind == OpKind.COMPUTE)[tasks.op]
+    place, places = mesh.places(tasks)
+    return Columns(
+        kind=np.where(kernel, 1 + tasks.program, 0),
+        factor=_factors(mesh, every),
+        place=place,
+        places=places,
+        jitter=every.jitter,
+        seed=every.seed,
+    )
 
 
 def _factors(mesh: Mesh, every: EveryRank) -> np.ndarray:

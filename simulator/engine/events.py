@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Float64, Int32, Int64, Ragged
@@ -60,7 +61,11 @@ def run(tasks: TaskGraph) -> Int64:
 
 
 def run_columns(
-    tasks: TaskGraph, columns: Columns, sharing: Sharing | None = None, record: int = NONE
+    tasks: TaskGraph,
+    columns: Columns,
+    sharing: Sharing | None = None,
+    record: int = NONE,
+    absent: npt.NDArray[np.bool_] | None = None,
 ) -> SharedEnds:
     """Runs all columns.
 
@@ -69,6 +74,8 @@ def run_columns(
         columns: how they differ.
         sharing: what they share; None for nothing.
         record: the column whose start times are wanted; -1 for none.
+        absent: bool [resources, columns], what a column does not have, and in no place is waited for; None for
+            nothing.
 
     Raises:
         DeadlockError: tasks wait for each other for ever; names two of them.
@@ -76,6 +83,8 @@ def run_columns(
     """
     table, first = _table(tasks, columns, sharing)
     queues = _queues(table, first, len(columns))
+    if absent is not None:
+        queues["task"][absent.T.ravel()] = events_loop.DONE
     shared = sharing or _nothing(len(columns))
     lasted = np.zeros(len(tasks) if record >= 0 else 0, np.int64)
     places, longest = array(columns.places, np.int32), int(shared.links.lengths.max(initial=0))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from echograph.workflow.capture import capture
     from echograph.workflow.compile import compile
     from echograph.workflow.formats import export, import_
+    from echograph.workflow.jobs import JobPlacement, simulate_jobs
     from echograph.workflow.plan import Plan, passes
     from echograph.workflow.predict import lower, replay, simulate
     from echograph.workflow.scenario import Scenario
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "JobGraph",
+    "JobPlacement",
     "Plan",
     "Result",
     "Scenario",
@@ -62,12 +64,14 @@ __all__ = [
     "save",
     "search",
     "simulate",
+    "simulate_jobs",
     "trace_collectives",
     "validate",
 ]
 
 _HOMES = {
     "JobGraph": "ir.graph",
+    "JobPlacement": "workflow.jobs",
     "Plan": "workflow.plan",
     "Result": "simulator.result",
     "Scenario": "workflow.scenario",
@@ -89,6 +93,7 @@ _HOMES = {
     "save": "ir.serde",
     "search": "workflow.search",
     "simulate": "workflow.predict",
+    "simulate_jobs": "workflow.jobs",
     "trace_collectives": "profiler.comms.tracer",
     "validate": "workflow.validation.validate",
 }

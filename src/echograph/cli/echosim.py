@@ -11,6 +11,7 @@ import typer
 from echograph.cli.app import make_app, require_torch, run
 from echograph.cli.options import (
     GraphFile,
+    GraphFiles,
     Json,
     Output,
     TraceFile,
@@ -41,6 +42,7 @@ from echograph.ir.graph import JobGraph, StepGraph
 from echograph.options import given, option_name
 from echograph.progress import Progress
 from echograph.units import format_bytes, format_time
+from echograph.workflow.jobs import JobPlacement
 from echograph.workflow.plan import Plan
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System, SystemOptions
@@ -65,11 +67,12 @@ MODEL_OF_TRACE = typer.Option(
 @app.command("run")
 @with_options
 def run_command(
-    graph: GraphFile,
+    graphs: GraphFiles,
     plan: Plan,
     system_options: SystemOptions,
     scenario: Scenario,
     training_options: TrainingOptions,
+    placement: JobPlacement,
     model_communication: Annotated[
         bool,
         typer.Option(
@@ -113,6 +116,16 @@ def run_command(
         shortage,
     )
 
+    if len(graphs) > 1 or given(placement):
+        others = {
+            "--model-communication": model_communication, "--strict-memory": strict_memory,
+            "--what-fits": what_fits, "--engine": engine != "auto", "--tensors": tensors, "--trace": trace,
+            "--trace-ranks": trace_ranks, "--html": html,
+            **{option_name(name): True for name in {**given(scenario), **given(training_options)}},
+        }  # fmt: skip
+        _run_jobs(graphs, plan, system_options, placement, [n for n, v in others.items() if v], output, as_json)
+        return
+    (graph,) = graphs
     if trace_ranks is not None and trace is None:
         raise UsageError("--trace-ranks: says whose timelines a trace holds, give --trace as well")
     traced = () if trace_ranks is None else parse_ranks("--trace-ranks", trace_ranks, MAX_TRACED)
@@ -153,6 +166,37 @@ def run_command(
         from echograph.workflow.report.prediction import page
 
         write_text(html, page(result, job, plan, system, scenario, notes, near), "page: open it in a browser")
+
+
+def _run_jobs(
+    graphs: Sequence[Path],
+    plan: Plan,
+    system_options: SystemOptions,
+    placement: JobPlacement,
+    others: Sequence[str],
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Several jobs on one system, or one that waits for storage."""
+    from echograph.ir import serde
+    from echograph.workflow.jobs import simulate_jobs
+
+    if others:
+        raise UsageError(f"{', '.join(others)}: not of jobs that share a system: run each alone for that")
+    check_outputs({f"graph {n}": path for n, path in enumerate(dict.fromkeys(graphs), 1)}, {"--output": output})
+    names = [path.stem for path in graphs]
+    if len(set(names)) < len(names):
+        names = [f"{name} {n}" for n, name in enumerate(names, 1)]
+    with progress(f"reading {graphs[0]}") as say:
+        loaded = [serde.load(path, say) for path in graphs]
+        say("simulating")
+        found = simulate_jobs(loaded, system_options.system(plan.cluster), placement, names=names, plans=(plan,))
+    record = found.to_json()
+    if as_json:
+        print_json(record)
+    else:
+        print_text(str(found))
+    write_json(output, record, "result")
 
 
 def _sizes(

@@ -18,6 +18,7 @@ from echograph.workflow.plan import Plan, read_plan
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")]
 TraceFile = Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace, for Perfetto.")]
+GraphFiles = Annotated[list[Path], typer.Argument(help="A graph file written by echoc; several run side by side.")]
 GraphFile = Annotated[Path, typer.Argument(help="A graph file written by echoc.")]
 MODEL = typer.Option("--model", "-m", help="Zoo name, Hugging Face config folder or JSON, or file.py:function.")
 
@@ -78,7 +79,7 @@ def _options(group: Any) -> Iterator[inspect.Parameter]:
         default = "" if several else f.metadata["shown"] or _shown(f.default)
         text = f.metadata["help"] + (f" [default: {default}]" if default else "")
         option: Any = Annotated[
-            (list[str] if several else kind) | None,
+            (list[get_args(kind)[0]] if several else kind) | None,  # type: ignore[misc]
             typer.Option(names, help=text, show_default=False, min=f.metadata["least"]),
         ]
         yield inspect.Parameter(f.name, _KEYWORD, default=None, annotation=option)

@@ -71,6 +71,10 @@ def test_megatron_is_told_what_the_stack_does_by_itself() -> None:
     plain = _arguments(Plan(gpus=64, tp=8, zero=1, global_batch=64, stack="megatron-core"))
     assert "--overlap-grad-reduce" not in plain and "--tp-comm-overlap" not in plain
     assert "--accumulate-allreduce-grads-in-fp32" in plain
+    # The stack's loss is compiled function by function, which Megatron-LM does only when told.
+    assert "--cross-entropy-loss-fusion" in plain
+    for plan in (Plan(gpus=64, stack="megatron-core", loss="eager"), Plan(gpus=64)):
+        assert "--cross-entropy-loss-fusion" not in _arguments(plan)
 
 
 def test_deepspeed_multiplies_to_the_batch() -> None:

@@ -154,12 +154,21 @@ def _megatron(of: _Asked) -> str:
     if of.get("capacity_factor") is not None:
         said.append(f"--moe-expert-capacity-factor {plan.capacity_factor:g}")
     said += _megatron_precision(of)
-    said += of.one_of("loss", {"": [], "eager": [], "fused": ["--cross-entropy-loss-fusion"]})
+    said += _megatron_loss(of)
     of.asked.add("expert_imbalance")  # which is assumed of the data, not set
     _its_own_recomputation(of)
     if plan.zero == 3 and plan.pp > 1:
         raise of.refusal("zero")
     return " \\\n".join(said) + "\n"
+
+
+def _megatron_loss(of: _Asked) -> list[str]:
+    """Its loss is eager unless told; `Fuse` within modules compiles it function by function, as it does when told."""
+    compiled = bool(of.plan.stack) and load_stack(of.plan.stack).fuse == "modules"
+    fused = ["--cross-entropy-loss-fusion"]
+    if compiled and of.plan.loss == "eager":
+        of.note("its loss is eager then; the prediction has it compiled function by function")
+    return list(of.one_of("loss", {"": fused if compiled else [], "eager": [], "fused": fused}))
 
 
 _GRADIENTS = {
