@@ -211,10 +211,11 @@ def _noted(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[
             "Transformer Engine is not installed: layers of PyTorch's operators stand in for its, with its shapes "
             "and collectives, and without user buffers and kernels that do several things at once"
         )
-        if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0":
+        in_order = torch.are_deterministic_algorithms_enabled()
+        if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0" and not in_order:
             recorder.note(
-                "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: attention's backward pass, which then adds in one order, is "
-                "taken to be as fast as without"
+                "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 without deterministic algorithms of PyTorch: attention's "
+                "backward pass, which then adds in one order, is taken to be as fast as without"
             )
         original(*args, **named)
 
