@@ -3,8 +3,8 @@
 Random numbers are drawn anew in both passes, beside the kernel's exponentials, on units that these do not leave
 idle (Ma, Liu, Krashinsky, arXiv 2410.07531: fused, they are hardly hidden). So instructions for integers are added
 that each score takes, at the rate that CUDA's programming guide has for them on every architecture here, 64 a
-clock and SM. They are counted in FlashAttention-2 (csrc/flash_attn/src: philox.cuh, dropout.h, flash_bwd_kernel.h), and
-other kernels' are taken to be as many.
+clock and SM. They are counted in FlashAttention-2 (csrc/flash_attn/src: philox.cuh, dropout.h,
+flash_bwd_kernel.h), and other kernels' are taken to be as many.
 
 Not fitted. FlashAttention-4 on GB200 (Dao-AILab/flash-attention, pull request 2597) reaches 75 to 85 % of its rate
 forward and 60 to 70 % backward with dropout; this says 63 to 69 and 72 to 78 %, and both passes together a tenth
