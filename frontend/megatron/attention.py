@@ -31,7 +31,7 @@ _FOR = "Transformer Engine is not installed, and what stands in for it"
 _CAUSAL, _FULL = ("causal", "padding_causal", "causal_bottom_right"), ("no_mask", "padding")
 _MASKED = ("padding", "padding_causal", "arbitrary")
 PACKS = (
-    "padded attention runs by cuDNN: FlashAttention, which runs where that cannot, would pack sequences: "
+    "padded attention is taken to run by cuDNN: FlashAttention, which runs where that cannot, packs sequences: "
     "--attention-backend flash captures it so"
 )
 """Said of a capture that two libraries would run, each in its way."""
