@@ -10,7 +10,8 @@ logs; what names files (data, checkpoints, vocabularies, boards) is left out or 
 Each set of arguments is captured once, by `echoc capture megatron`, and simulated on each platform that has a
 measurement. Results stay in the folder of results, a file a set: a second call goes on where the first was
 stopped, `--again failed` tries those anew that failed, `--again simulations` simulates anew what is captured,
-`--again all` does all. `--page docs/accuracy.md` writes the page's part (`benchmarks.megatron_page`).
+`--again all` does all. A set whose padded sequences FlashAttention would pack is captured twice, since on some
+GPUs cuDNN has no such attention. `--page docs/accuracy.md` writes the page's part (`benchmarks.megatron_page`).
 
 With `--history CLONE`, a clone that has its history, a test's arguments are those that it was measured with, which
 are not all those of the checkout, and its results say when that was, and what else it took
@@ -33,7 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -238,9 +239,10 @@ def run_test(
     if anew or before.get("error", "none") or not job.is_file():
         before = _captured(test, folder, job, limit_s, given)
     record |= {key: before.get(key, "") for key in _OF_CAPTURE} | {"rows": [], "simulated_by": code()}
+    jobs = _jobs(test, folder, job, limit_s, given, anew, record)
     if not record["error"] and not captures_only:
         try:
-            record["rows"] = _simulated(test, job)
+            record["rows"] = _simulated(test, jobs)
         except Exception as error:
             record["error"] = f"simulation: {type(error).__name__}: {str(error).splitlines()[0]}"
     whole = file.with_suffix(".part")
@@ -248,6 +250,42 @@ def run_test(
     whole.replace(file)
     return record
 
+
+def _jobs(
+    test: Test, folder: Path, job: Path, limit_s: float, given: Sequence[str], anew: bool, record: Record
+) -> dict[str, Path]:
+    """Captures by GPU. Where cuDNN has no such attention, FlashAttention runs, which packs what is padded."""
+    jobs = dict.fromkeys(CLUSTERS, job)
+    if record["error"] or not any(note.endswith(_PACKS) for note in record["notes"]):
+        return jobs
+    without = {gpu for gpu in CLUSTERS if not _has_cudnn(test, gpu)} & {row["gpu"] for row in test.measured}
+    packed = job.with_suffix(".flash.pb")
+    if without and (anew or not packed.is_file()):
+        of = replace(test, arguments=(*test.arguments, *_PACKS.split()[:2]))
+        made = _captured(of, folder, packed, limit_s, given)
+        record["error"] = made["error"]
+        record["capture_cpu_s"] += made["capture_cpu_s"]
+    return jobs | dict.fromkeys(without, packed)
+
+
+_PACKS = "--attention-backend flash captures it so"
+
+
+def _has_cudnn(test: Test, gpu: str) -> bool:
+    """Whether Transformer Engine takes cuDNN's attention for a test on a GPU."""
+    from echograph.profiler.costs.deterministic import is_possible
+    from echograph.workflow.system import System
+
+    device = System(CLUSTERS[gpu]).device
+    assert device is not None
+    given = list(test.arguments)
+    dropout = float(given[given.index(_DROPOUT) + 1]) if _DROPOUT in given else 0.1
+    return "cudnn" in device.attention and is_possible(
+        "cudnn", device.datasheet.architecture, dropout, "--deterministic-mode" in given
+    )
+
+
+_DROPOUT = "--attention-dropout"
 
 _OF_CAPTURE = ("error", "notes", "capture_cpu_s", "capture_wall_s", "captured_by")
 
@@ -313,17 +351,17 @@ def _last_line(text: str) -> str:
     return next((line for line in reversed(lines) if line.startswith("echoc: ")), (lines or ["no message"])[-1])
 
 
-def _simulated(test: Test, job: Path) -> list[dict[str, Any]]:
+def _simulated(test: Test, jobs: Mapping[str, Path]) -> list[dict[str, Any]]:
     from echograph import load, simulate
     from echograph.workflow.system import System
 
     began = time.process_time()
-    graph, made, rows = load(job), {}, []
+    made, rows = {}, []
     for row in test.measured:
         if row["gpu"] not in CLUSTERS:
             continue
         if row["gpu"] not in made:
-            made[row["gpu"]] = simulate(graph, System(CLUSTERS[row["gpu"]]))
+            made[row["gpu"]] = simulate(load(jobs[row["gpu"]]), System(CLUSTERS[row["gpu"]]))
         result = made[row["gpu"]]
         rows.append(
             {

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from echograph.frontend.megatron import fp8, graphs, mamba, muon, transformer_engine
+from echograph.frontend.megatron.attention import PACKS, is_flash_alone, is_one_kernel
 from echograph.frontend.megatron.flex import Flex
 from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
@@ -211,10 +212,15 @@ def _noted(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[
             "Transformer Engine is not installed: layers of PyTorch's operators stand in for its, with its shapes "
             "and collectives, and without user buffers and kernels that do several things at once"
         )
-        if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0":
+        if is_flash_alone():
+            recorder.attention = "flash2"
+        elif is_one_kernel() and str(named.get("attn_mask_type", "")).startswith("padding"):
+            recorder.note(PACKS)
+        in_order = torch.are_deterministic_algorithms_enabled()
+        if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0" and not in_order:
             recorder.note(
-                "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: attention's backward pass, which then adds in one order, is "
-                "taken to be as fast as without"
+                "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 without deterministic algorithms of PyTorch: attention's "
+                "backward pass, which then adds in one order, is taken to be as fast as without"
             )
         original(*args, **named)
 

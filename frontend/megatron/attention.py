@@ -23,13 +23,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from echograph.errors import CaptureError
+from echograph.frontend.megatron import packing
 from echograph.frontend.megatron.apex import masked_softmax
 
 _ATEN = torch.ops.aten
 _FOR = "Transformer Engine is not installed, and what stands in for it"
 _CAUSAL, _FULL = ("causal", "padding_causal", "causal_bottom_right"), ("no_mask", "padding")
 _MASKED = ("padding", "padding_causal", "arbitrary")
-_ENDED = "every sequence is taken to be full: where padding begins, only values tell"
+PACKS = (
+    "padded attention is taken to run by cuDNN: FlashAttention, which runs where that cannot, packs sequences: "
+    "--attention-backend flash captures it so"
+)
+"""Said of a capture that two libraries would run, each in its way."""
 
 
 def refused(what: str, remedy: str) -> CaptureError:
@@ -55,6 +60,11 @@ def is_one_kernel() -> bool:
     return fused
 
 
+def is_flash_alone() -> bool:
+    """Whether FlashAttention is the one kernel, since the variables rule out cuDNN's."""
+    return os.environ.get("NVTE_FLASH_ATTN", "1") == "1" and os.environ.get("NVTE_FUSED_ATTN", "1") == "0"
+
+
 class DotProductAttention(nn.Module):
     """`transformer_engine.pytorch.DotProductAttention`.
 
@@ -66,12 +76,14 @@ class DotProductAttention(nn.Module):
         softmax_type: see there.
         return_max_logit: see there.
         cp_comm_type: how they are.
+        attention_type: "self" or "cross".
+        attn_mask_type: "padding" or "padding_causal" of what FlashAttention packs.
     """
 
     def __init__(
         self, *, attention_dropout: float, cp_group: Any = None, softmax_scale: float | None = None,
         window_size: Any = None, softmax_type: str = "vanilla", return_max_logit: bool = False,
-        cp_comm_type: str = "p2p", **_: Any,
+        cp_comm_type: str = "p2p", attention_type: str = "self", attn_mask_type: str = "causal", **_: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         if window_size is not None or softmax_type != "vanilla" or return_max_logit:
@@ -79,13 +91,19 @@ class DotProductAttention(nn.Module):
         if cp_group is not None and cp_comm_type not in ("a2a", "p2p", "all_gather", "a2a+p2p"):
             raise refused(f"--cp-comm-type {cp_comm_type}", "give a2a, p2p, all_gather or a2a+p2p")
         self._dropout, self._scale = attention_dropout, softmax_scale
-        self._one_kernel = is_one_kernel()
+        self._of_itself = attention_type == "self"
+        self._one_kernel, self._flash = is_one_kernel(), is_flash_alone()
         by_heads = cp_group if cp_comm_type == "a2a" else cp_group[0] if cp_comm_type == "a2a+p2p" else None
         around = cp_group if cp_comm_type == "p2p" else cp_group[1] if cp_comm_type == "a2a+p2p" else None
         gathered = cp_group if cp_comm_type == "all_gather" else None
         self._by_heads, self._around, self._gathered = (
             None if cp_group is None else group for group in (by_heads, around, gathered)
         )
+        self.packs = self._flash and attn_mask_type.startswith("padding") and cp_group is None
+        if self.packs:
+            self.without_padding = DotProductAttention(
+                attention_dropout=attention_dropout, softmax_scale=softmax_scale
+            )
         if cp_group is not None and not self._one_kernel:
             raise refused("context parallelism with --attention-backend unfused", "give --attention-backend flash")
 
@@ -116,13 +134,18 @@ class DotProductAttention(nn.Module):
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         if self._one_kernel and attn_mask_type.startswith("padding"):
             lengths(mask)
+        if self.packs and attn_mask_type.startswith("padding"):
+            return self._of_packed(query, key, value, causal)
         if not self._one_kernel:
             return self._unfused(query, key, value, mask if attn_mask_type in _MASKED else None, causal)
         if self._by_heads is not None:
             query, key, value = (heads_divided(tensor, self._by_heads) for tensor in (query, key, value))
         if self._gathered is not None:
             key, value = (_gathered(tensor, self._gathered) for tensor in (key, value))
-        out = self._kernel(query, key, value, causal)
+        if self._flash and self._around is None:
+            out = self._of_flash(query, key, value, causal)
+        else:
+            out = self._kernel(query, key, value, causal)
         if self._by_heads is not None:
             out = sequence_divided(out, self._by_heads)
         return out.reshape(*out.shape[:2], -1)
@@ -142,6 +165,30 @@ class DotProductAttention(nn.Module):
             query, key, value, dropout_p=dropout, is_causal=causal, scale=self._scale,
             enable_gqa=query.shape[1] != key.shape[1],
         ).permute(2, 0, 1, 3)  # fmt: skip
+
+    def _of_flash(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        """[sequence, batch, heads, channels], by FlashAttention, which takes batches first."""
+        query, key, value = (tensor.transpose(0, 1).contiguous() for tensor in (query, key, value))
+        out = self._kernel(*(tensor.transpose(0, 1) for tensor in (query, key, value)), causal)
+        return out.contiguous()
+
+    def _of_packed(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        """[sequence, batch, heads x channels], by FlashAttention: without what is padded, which then is zero."""
+        tensors = [tensor.transpose(0, 1).contiguous() for tensor in (query, key, value)]
+        batch, length = tensors[0].shape[:2]
+        tokens = [tensor.flatten(0, 1) for tensor in tensors]
+        index = packing.indices(batch, length, query.device)
+        if self._of_itself:
+            tokens = list(packing.packed(index, *tokens))
+        else:
+            of_keys = packing.indices(batch, len(key), key.device)
+            tokens = [*packing.packed(index, tokens[0]), *packing.packed(of_keys, *tokens[1:])]
+        given = (tensor.unflatten(0, (batch, -1)).transpose(0, 1) for tensor in tokens)
+        out: Tensor = self.without_padding(*given, attn_mask_type="causal" if causal else "no_mask")
+        back = packing.unpacked(
+            index, batch * length, out.transpose(0, 1).flatten(0, 1).unflatten(-1, tokens[0].shape[1:])
+        )
+        return back.unflatten(0, (batch, length)).flatten(2).transpose(0, 1).contiguous()
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> Tensor:
         """A product, a softmax with scale and mask in one kernel, a dropout, a product."""

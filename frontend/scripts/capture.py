@@ -50,6 +50,7 @@ from echograph.ir.formats import Imported
 from echograph.ir.graph import Axis, JobGraph, Workload
 from echograph.ir.passes.annotate import Annotate
 from echograph.ir.passes.fuse import KernelRegion, fuse_regions
+from echograph.ir.passes.kernels import SUFFIX
 from echograph.ir.passes.model import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD, count_job_flops
 from echograph.ir.types import (
     ANY_HOST,
@@ -297,6 +298,7 @@ class _Rank(GraphLowering):
         self.regions: list[KernelRegion | None] = []
         self.beside: list[int] = []
         self._deterministic, self._fills = run.recorder.deterministic, run.recorder.fills
+        self._attention = run.recorder.attention
         self._sharded: dict[int, tuple[str, ...]] = {}
         self._divided = self._of_names(run.recorder.graph)
         self._ends: list[tuple[int, int]] = []
@@ -419,6 +421,9 @@ class _Rank(GraphLowering):
         direction = node.meta.get(COPY)
         if isinstance(fields["attributes"], Attention) and self._deterministic:
             fields["attributes"] = replace(fields["attributes"], deterministic=True)
+        if direction is None and isinstance(fields["attributes"], Attention) and self._attention:
+            name = f"{self._attention}{SUFFIX}{'_backward' * ('backward' in qualified_name(node))}"
+            return self.builder.compute(name, **fields, durations=self._issued)
         if direction is None:
             return super().operation(node, **fields, durations=self._issued)
         common = {key: fields[key] for key in ("phase", "module", "inputs", "outputs", "deps", "stream")}

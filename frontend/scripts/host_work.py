@@ -41,7 +41,8 @@ _HERE = Path(__file__).parent
 _FRONTEND = _HERE.parent
 # What stands in for a framework's own code runs as that would; all else of the frontends is the capture's.
 _STANDING_IN = tuple(
-    str(_FRONTEND / "megatron" / name) for name in ("attention.py", "transformer_engine.py", "apex.py")
+    str(_FRONTEND / "megatron" / name)
+    for name in ("attention.py", "packing.py", "transformer_engine.py", "apex.py")
 )
 _ENGINE = ("echograph.frontend.megatron.transformer_engine", "echograph.frontend.megatron.attention")
 # Variables of Transformer Engine by which Megatron-LM says which attention runs.
@@ -305,6 +306,8 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         for kind in type(module).__mro__:
             name = kind.__name__
             if name == "DotProductAttention":
+                if getattr(module, "packs", False):
+                    return ""  # what it does about another one is counted, and the other one is known as a whole
                 name += " unfused" if all(os.environ.get(choice) == "0" for choice in _KERNELS) else " fused"
             if kind.__module__ in _ENGINE and name in self.stands_in:
                 return name

@@ -130,6 +130,8 @@ def _kernels(node: Node, in_order: bool, fills: bool) -> Iterator[Launch]:
             added = _value(named["source"])
             yield Launch("aten.mul", *[tensor_bytes(added)] * 2)  # by `alpha`
             yield from _sorted([_value(named["index"])], given, named["dim"], fills, checked=True)
+        case "scatter" if in_order and given is not None and isinstance(_value(named.get("src")), Tensor):
+            yield from _scattered(_value(named["index"]), given, fills)
         case "index_put" | "_index_put_impl" if given is not None:
             indices = [_value(index) for index in named["indices"]]
             masked = any(index is not None and index.dtype == torch.bool for index in indices)
@@ -165,6 +167,24 @@ def _sorted(indices: list[Tensor | None], given: Tensor, dim: int, fills: bool, 
     # Digits of all keys are counted and added up once; then one kernel a digit moves them.
     kernels = 1 if count <= _SORTED_AT_ONCE else 2 + passes
     yield from [Launch("aten.sort", 2 * size, 2 * size)] * kernels
+
+
+def _scattered(index: Tensor, given: Tensor, fills: bool) -> Iterator[Launch]:
+    """A place of each element is made of its index and its other coordinates; then it is put there in order.
+
+    Args:
+        index: as many as elements.
+        given: what they are put into.
+        fills: whether memory is written before its use.
+    """
+    size, dims = _INDEX_BYTES * index.numel(), given.dim()
+    if dims > 1:
+        if fills:
+            yield Launch("aten.fill_", 0, dims * size)
+        yield from [Launch("aten.arange", 0, _INDEX_BYTES), Launch("aten.copy_", _INDEX_BYTES, size)] * (dims - 1)
+        yield Launch("aten.copy_", size, size)
+        yield from (Launch("aten.mul", dims * size, dims * size), Launch("aten.sum", dims * size, size))
+    yield from _sorted([index.flatten()], given.flatten(), 0, fills, checked=True)
 
 
 def _value(given: Any) -> Any:

@@ -278,6 +278,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         held: bytes that no tensor of the step stands for, by what holds them (`ir.graph.Program`).
         sample: shape and type of the first tensor that the model was given in the step.
         stack: software that runs, a word of `models.stacks`; "" where nobody said it.
+        attention: kernel that runs fused attention, as costs name it; "" where the stack chooses it.
         deterministic: whether attention's gradients are added up in one order.
         fills: whether PyTorch writes all memory that it is asked for before use, as it does with deterministic
             algorithms.
@@ -307,7 +308,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.recorded = False
         self.held: dict[str, int] = {}
         self.sample: Tensor | None = None
-        self.stack, self.deterministic, self.fills = "", False, False
+        self.stack, self.attention, self.deterministic, self.fills = "", "", False, False
         self._regions = 0
         self._backward_of: dict[KernelRegion, KernelRegion] = {}
         self._forward_of: dict[KernelRegion | None, KernelRegion] = {}

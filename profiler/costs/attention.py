@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import UnavailableError, UnknownNameError
+from echograph.profiler.costs import dropout as drop
 from echograph.profiler.costs.deterministic import SPREAD, in_one_order
 from echograph.profiler.costs.device import (
     AttentionModel,
@@ -101,6 +102,7 @@ def attention_forward(
     causal: bool = True,
     window: npt.ArrayLike | None = None,
     kernel: str | None = None,
+    dropout: bool = False,
 ) -> CostEstimate:
     """Cost of softmax(Q K^T) V in bf16 or fp16, one kernel.
 
@@ -116,6 +118,7 @@ def attention_forward(
         causal: queries see only the keys up to their own position, counted from the end.
         window: causal only: queries see only so many of the last of them (default: all).
         kernel: "flash2", "flash3", "cudnn", "trtllm", ...: default, the device's training kernel.
+        dropout: some of the scores are dropped (`dropout.py`).
 
     Raises:
         UnknownNameError: no such kernel.
@@ -123,7 +126,11 @@ def attention_forward(
     """
     model = _model(device, kernel)
     shape = attention_shape(batch, heads, seq, head_dim, kv_heads, kv_seq, v_head_dim, window)
-    return _cost(model.forward, pass_seconds(model, model.forward, device.datasheet, shape, causal=causal))
+    seconds = pass_seconds(model, model.forward, device.datasheet, shape, causal=causal)
+    if not dropout:
+        return _cost(model.forward, seconds)
+    more = drop.dropout_seconds(device.datasheet, _pairs(shape, causal), backward=False)
+    return _analytical(_cost(model.forward, seconds + more), drop.SPREAD)
 
 
 def attention_backward(
@@ -140,6 +147,7 @@ def attention_backward(
     window: npt.ArrayLike | None = None,
     kernel: str | None = None,
     deterministic: bool = False,
+    dropout: bool = False,
 ) -> CostEstimate:
     """Cost of the gradients of Q, K and V, recomputing the scores; arguments as in `attention_forward`.
 
@@ -155,15 +163,23 @@ def attention_backward(
         name = kernel or device.default_attention
         raise UnavailableError(f"attention kernel '{name}' has no backward pass on {device.name}", known)
     shape = attention_shape(batch, heads, seq, head_dim, kv_heads, kv_seq, v_head_dim, window)
-    seconds = pass_seconds(model, model.backward, device.datasheet, shape, causal=causal, backward=True)
-    if not deterministic:
-        return _cost(model.backward, seconds)
-    slower = in_one_order(
-        kernel or device.default_attention, device.datasheet, seconds,
-        b=shape.b, h=shape.h, q=shape.q, kv=shape.kv, d=shape.d, causal=causal,
-    )  # fmt: skip
-    cost = widen(_cost(model.backward, slower), np.asarray(SPREAD))
-    return cost._replace(source="analytical")
+    sheet = device.datasheet
+    seconds, doubt = pass_seconds(model, model.backward, sheet, shape, causal=causal, backward=True), 0.0
+    if dropout:
+        seconds = seconds + drop.dropout_seconds(sheet, _pairs(shape, causal), backward=True)
+        doubt = drop.SPREAD
+    if deterministic:
+        seconds = in_one_order(
+            kernel or device.default_attention, sheet, seconds,
+            b=shape.b, h=shape.h, q=shape.q, kv=shape.kv, d=shape.d, causal=causal,
+        )  # fmt: skip
+        doubt = float(np.hypot(doubt, SPREAD))
+    cost = _cost(model.backward, seconds)
+    return _analytical(cost, doubt) if doubt else cost
+
+
+def _analytical(cost: CostEstimate, doubt: float) -> CostEstimate:
+    return widen(cost, np.asarray(doubt))._replace(source="analytical")
 
 
 def pass_seconds(

@@ -471,6 +471,7 @@ def _attention(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEsti
         v_head_dim=value.shape[-1],
         causal=attributes.causal,
         kernel=_kernel(op.name),
+        dropout=attributes.dropout > 0,
     )
     if query.dtype in (DType.BF16, DType.FP16):
         return cost

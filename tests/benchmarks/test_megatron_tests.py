@@ -87,6 +87,31 @@ def test_what_is_there_is_not_captured_again(tmp_path: Path, monkeypatch: pytest
         assert json.loads((tmp_path / f"{test.key}.json").read_text()) == json.loads(json.dumps(record))
 
 
+def test_what_flash_attention_would_pack_is_captured_again_for_gpus_without_cudnn_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[tuple[str, ...]] = []
+
+    def capture(test: Any, folder: Path, job: Path, *_: Any) -> dict[str, Any]:
+        del folder
+        captured.append(test.arguments)
+        job.write_bytes(b"a graph")
+        notes = [f"as it is: {megatron_tests._PACKS}"]
+        return {"error": "", "notes": notes, "capture_cpu_s": 1.0, "capture_wall_s": 2.0, "captured_by": "abc"}
+
+    monkeypatch.setattr(megatron_tests, "_captured", capture)
+    monkeypatch.setattr(megatron_tests, "_simulated", lambda _, jobs: [{gpu: str(jobs[gpu]) for gpu in jobs}])
+    of = {"args": '{"deterministic-mode": true}'}
+    lines = line("t5/a", **of), line("t5/a", "dev_dgx_a100", gpu="A100", **of)
+    (test,) = megatron_tests.tests_of(written(tmp_path / "table.csv", *lines), tmp_path)
+    (made,) = megatron_tests.run_test(test, tmp_path, tmp_path, 1.0, True, False)["rows"] or [{}]
+    assert not made and captured[1] == (*captured[0], "--attention-backend", "flash")
+    record = megatron_tests.run_test(test, tmp_path, tmp_path, 1.0, False, False)
+    (jobs,) = record["rows"]
+    assert len(captured) == 2 and jobs["A100"] != jobs["H100"]
+    assert megatron_tests._has_cudnn(test, "H100") and not megatron_tests._has_cudnn(test, "GB200")
+
+
 def test_a_failed_simulation_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"error": "", "notes": [], "capture_cpu_s": 1.0, "capture_wall_s": 2.0}
     monkeypatch.setattr(megatron_tests, "_captured", lambda *_: said)
@@ -106,7 +131,7 @@ def test_a_run_s_spread_is_the_slow_iterations_over_the_fastest(
     monkeypatch.setattr("echograph.load", lambda _: None)
     monkeypatch.setattr("echograph.simulate", lambda *_: result)
     (test,) = megatron_tests.tests_of(written(tmp_path / "table.csv", line("gpt/a")), tmp_path)
-    (found,) = megatron_tests._simulated(test, tmp_path)
+    (found,) = megatron_tests._simulated(test, {"H100": tmp_path})
     assert (
         found["spread"] == pytest.approx(1.5)
         and found["predicted_s"] == 1.0

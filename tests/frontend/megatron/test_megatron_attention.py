@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echograph.errors import CaptureError
-from echograph.frontend.megatron import apex, attention
+from echograph.frontend.megatron import apex, attention, packing
 from echograph.frontend.megatron.adapter import MegatronAdapter
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
+from echograph.frontend.scripts.streams import CapturedStream
 from echograph.frontend.scripts.world import World
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import Compute, Send, TensorRole
@@ -68,6 +69,36 @@ def test_each_call_finds_out_where_padded_sequences_begin(kind: str, masks: int,
             given, given, given, of_keys if masks == 1 else (of_keys, of_keys), attn_mask_type=kind
         )
     assert calls.names.count("cumsum") == calls.names.count("logical_not") == found
+
+
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_flash_attention_packs_what_is_padded(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Where cuDNN's kernel is ruled out; all sequences are full, so the result is that of no padding."""
+    query = torch.randn(8, 2, 4, 16, requires_grad=True)
+    others = torch.randn(8 if kind == "self" else 12, 2, 4, 16)
+    mask = torch.zeros(2, 1, 1, 8, dtype=torch.bool), torch.zeros(2, 1, 1, len(others), dtype=torch.bool)
+    results, gathered = [], []
+    for fused in ("1", "0"):
+        monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
+        attend = attention.DotProductAttention(
+            attention_dropout=0.0, attention_type=kind, attn_mask_type="padding"
+        )
+        with Calls() as calls:
+            made = attend(query, others, others, mask, attn_mask_type="padding")
+            (gradient,) = torch.autograd.grad(made.square().sum(), query)
+        results.append((made, gradient))
+        gathered.append((calls.names.count("gather"), calls.names.count("scatter_")))
+    torch.testing.assert_close(results[0], results[1])
+    # Queries, keys and values are packed, and the result's gradient; the result and gradients are unpacked.
+    assert gathered == [(0, 0), (4, 2 if kind == "cross" else 4)]
+
+
+def test_the_host_reads_how_long_each_sequence_is_before_it_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Any] = []
+    monkeypatch.setattr(CapturedStream, "host_waits", waits.append, raising=False)
+    index = packing.indices(3, 4, torch.device("cpu"))
+    assert len(waits) == 3
+    assert index.flatten().tolist() == list(range(12))
 
 
 # -- Apex's softmax -------------------------------------------------------------------------------------------
@@ -222,9 +253,12 @@ def names(job: JobGraph) -> Counter[str]:
 
 @pytest.mark.slow
 def test_a_backend_chooses_kernels() -> None:
-    options = "--transformer-impl transformer_engine --attention-backend"
-    one, several = (names(captured(2, f"{options} {backend}")) for backend in ("flash", "unfused"))
-    assert one["aten._scaled_dot_product_flash_attention"] == 2
+    backends = "", "--attention-backend flash", "--attention-backend unfused"
+    any_one, one, several = (
+        names(captured(2, f"--transformer-impl transformer_engine {backend}")) for backend in backends
+    )
+    assert any_one["aten._scaled_dot_product_flash_attention"] == 2, "which one, the stack chooses by the device"
+    assert one["flash2.attention"] == one["flash2.attention_backward"] == 2
     assert not one["aten._softmax"]
     assert several["aten._softmax"] == several["aten._softmax_backward_data"] == 2
     assert not any("flash" in name for name in several)

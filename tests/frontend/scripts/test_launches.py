@@ -93,6 +93,21 @@ def test_additions_by_index_are_sorted_where_they_have_an_order() -> None:
     assert launched(added, in_order=False) == ["aten.copy_"], "into memory that PyTorch makes past `torch.empty`"
 
 
+def test_what_is_put_by_an_index_of_one_dimension_is_sorted_where_it_has_an_order() -> None:
+    """Places are made of the index and the other coordinate first (TensorAdvancedIndexing.cpp)."""
+    index = torch.arange(16).unsqueeze(1).repeat(1, 8)
+    node = called(lambda x, index, put: x.scatter_(0, index, put), index, torch.ones(16, 8))
+    found = list(beside(node, True, True))
+    assert found[:4] == [
+        Launch("aten.fill_", 0, 2 * 16 * 8 * 8), Launch("aten.arange", 0, 8), Launch("aten.copy_", 8, 16 * 8 * 8),
+        Launch("aten.copy_", 16 * 8 * 8, 16 * 8 * 8),
+    ]  # fmt: skip
+    assert [launch.operator for launch in found].count("aten.sort") == 1
+    assert launched(node, in_order=False) == []
+    alone = launched(called(lambda x, index: x.flatten().scatter_(0, index, x.flatten()), torch.arange(128)))
+    assert "aten.mul" in alone and "aten.copy_" not in alone, "places are the index itself"
+
+
 def test_gradients_of_an_index_are_sorted_always_and_not_checked() -> None:
     node = called(
         lambda x, index, added: x.index_put((index,), added, accumulate=True), torch.arange(32) % 16,
