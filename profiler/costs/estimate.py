@@ -44,7 +44,14 @@ from echograph.profiler.costs.device import (
     DeviceProfile,
     memory_bound,
 )
-from echograph.profiler.costs.gemm import STAND_IN, convolution, gemm, grouped_gemm
+from echograph.profiler.costs.gemm import (
+    RESULT_BYTES,
+    SINGLE_BYTES,
+    STAND_IN,
+    convolution,
+    gemm,
+    grouped_gemm,
+)
 from echograph.profiler.costs.power import sustained_clock
 from echograph.units import PS_PER_S, to_ps
 
@@ -390,7 +397,7 @@ def _gemm(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     inputs, outputs = operands
     if "_grouped_mm" in op.name:
         return _grouped(op, operands, device)
-    scaled = "_scaled_mm" in op.name  # its scales come last, and its casts are operations of their own
+    scaled = "_scaled_mm" in op.name  # its scales come after its operands, its casts are operations of their own
     a, b = inputs[:2] if scaled else [t for t in inputs if len(t.shape) >= 2][-2:]
     if len(a.shape) < 2 or len(b.shape) < 2:
         return _memory(op, operands, device)
@@ -398,13 +405,24 @@ def _gemm(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     if min(batch, m, k, n) == 0:
         return _memory(op, operands, device)
     layout = "NT" if attributes.transpose_a else "TN" if attributes.transpose_b else "NN"
-    wide = any(t.dtype == DType.FP32 for t in outputs) and a.dtype != DType.FP32
+    added, scales = _added(operands), [t for t in inputs[2:] if t.shape != outputs[0].shape]
     return _scaled(
         lambda dtype: gemm(
-            device, m, n, k, batch=batch, dtype=dtype, layout=layout, accumulate=wide, quantize=not scaled
+            device, m, n, k, batch=batch, dtype=dtype, layout=layout, accumulator_bytes=added, quantize=not scaled
         ),
-        a.dtype, op, device, by_rows=scaled and any(t.dtype == DType.FP32 and t.numel > 1 for t in inputs[2:]),
+        a.dtype, op, device, by_rows=scaled and any(t.dtype == DType.FP32 and t.numel > 1 for t in scales),
     )  # fmt: skip
+
+
+def _added(operands: _InOut) -> float:
+    """Bytes an element of what a product of 16 bits or less adds its result to, as a main gradient; 0 without."""
+    inputs, (result, *_) = operands
+    matrices = [t for t in inputs if len(t.shape) >= 2]
+    if result.dtype == DType.FP32:
+        return 0.0 if all(t.dtype == DType.FP32 for t in matrices) else SINGLE_BYTES
+    # A buffer comes before the operands (addmm) or behind them: one of three matrices, as large as the result.
+    known = len(matrices) > 2 and any((t.dtype, t.shape) == (result.dtype, result.shape) for t in matrices)
+    return RESULT_BYTES if known else 0.0
 
 
 def _scaled(
@@ -447,7 +465,8 @@ def _grouped(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstima
         rows, sizes, name = np.full(experts, max(1.0, a.shape[1] / experts)), (m, n), "weight_gradient"
     return _scaled(
         lambda dtype: grouped_gemm(
-            device, rows, sizes[0], sizes[1], pass_=name, dtype=dtype, quantize="_scaled" not in op.name
+            device, rows, sizes[0], sizes[1], pass_=name, dtype=dtype, accumulator_bytes=_added(operands),
+            quantize="_scaled" not in op.name,
         ),
         a.dtype, op, device,
     )  # fmt: skip

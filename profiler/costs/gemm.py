@@ -112,8 +112,8 @@ STAND_IN = {"fp16": "bf16"}
 LAYOUTS = ("TN", "NN", "NT")
 """As cuBLAS names them: TN is a forward linear, NN its input gradient, NT its weight gradient."""
 
-ACCUMULATOR_BYTES = 6.0
-"""Bytes per element that an fp32 accumulator moves beyond a bf16 result: 4 read and 4 written, less 2."""
+RESULT_BYTES, SINGLE_BYTES = 2.0, 4.0
+"""Bytes per element of a result in bf16, which products write otherwise, and of a buffer in fp32."""
 
 MISALIGNMENT_DOUBT = 0.5
 """Assumed: the price of a misaligned dimension, itself a guess, may be off by half of itself."""
@@ -137,7 +137,7 @@ def gemm(
     batch: npt.ArrayLike = 1,
     dtype: str = "bf16",
     layout: str = "TN",
-    accumulate: bool = False,
+    accumulator_bytes: float = 0.0,
     quantize: bool = True,
 ) -> CostEstimate:
     """Cost of a (batched) matrix product.
@@ -150,7 +150,7 @@ def gemm(
         batch: independent products of this shape in one launch.
         dtype: of the operands; the result is written in bf16 (fp32 for fp32 and tf32).
         layout: "TN", "NN" or "NT": which operands are read transposed.
-        accumulate: the result is added into an fp32 buffer (a main gradient).
+        accumulator_bytes: per element of the buffer that the result is added to (a main gradient); 0: of none.
         quantize: below 16 bits only: include the cast of A from bf16 with its scale, as the measured rows do.
 
     Raises:
@@ -166,8 +166,8 @@ def gemm(
     seconds = seconds * model.transposed_scale.get(layout, 1.0) * slower
     narrow = np.where(b > 1.0, narrowness(rows, cols, depth), 0.0)
     seconds = seconds * model.batched_scale**narrow
-    if accumulate:
-        seconds = seconds + accumulate_seconds(model, device.datasheet, b * rows * cols)
+    if accumulator_bytes:
+        seconds = seconds + accumulate_seconds(model, device.datasheet, b * rows * cols, accumulator_bytes)
     cost = make_cost(seconds, model.label.spread, model.label.spread_short, model.label.source)
     if not np.all(slower == 1.0):
         cost = widen(cost, MISALIGNMENT_DOUBT * (slower - 1.0))
@@ -285,9 +285,16 @@ def _candidates(
     return pieces, efficiency / (2.0 * tile_m * tile_n), depth
 
 
-def accumulate_seconds(model: GemmModel, sheet: Datasheet, outputs: FloatArray) -> FloatArray:
-    """Seconds, beyond a bf16 result's, of reading and writing an fp32 accumulator of so many elements."""
-    traffic = ACCUMULATOR_BYTES * outputs / sheet.memory_bandwidth_bytes_per_s
+def accumulator_traffic(outputs: npt.ArrayLike, element_bytes: float = SINGLE_BYTES) -> FloatArray:
+    """Bytes that a buffer of so many elements moves beyond a bf16 result: it is read, too, and of its own type."""
+    return np.asarray((2.0 * element_bytes - RESULT_BYTES) * np.asarray(outputs))
+
+
+def accumulate_seconds(
+    model: GemmModel, sheet: Datasheet, outputs: FloatArray, element_bytes: float = SINGLE_BYTES
+) -> FloatArray:
+    """Seconds, beyond a bf16 result's, of adding to a buffer of so many elements of so many bytes each."""
+    traffic = accumulator_traffic(outputs, element_bytes) / sheet.memory_bandwidth_bytes_per_s
     return np.asarray(model.accumulate_exposure * traffic)
 
 
@@ -330,7 +337,7 @@ def grouped_gemm(
     *,
     pass_: str = "forward",
     dtype: str = "bf16",
-    accumulate: bool = False,
+    accumulator_bytes: float = 0.0,
     quantize: bool = True,
 ) -> CostEstimate:
     """Cost of C_e[rows_e, n] = A_e[rows_e, k] B_e[k, n] over the experts e of one rank.
@@ -342,7 +349,7 @@ def grouped_gemm(
         k: inputs of an expert.
         pass_: "forward"; "input_gradient" (sums over n, gives k); "weight_gradient" (sums over the rows).
         dtype: of the operands.
-        accumulate: weight gradients are added into fp32.
+        accumulator_bytes: per element of the buffers that weight gradients are added to; 0: of none.
         quantize: as in `gemm`.
 
     Raises:
@@ -359,7 +366,7 @@ def grouped_gemm(
     if not len(busy):
         return make_cost(np.asarray(0.0), label.spread, label.spread_short, label.source)
     if together is None:
-        alone = _one_by_one(device, busy, n, k, pass_, dtype, accumulate, quantize)
+        alone = _one_by_one(device, busy, n, k, pass_, dtype, accumulator_bytes, quantize)
         source = label.source if gemm_model(device, dtype).label.source == "fitted" else "analytical"
         return make_cost(
             np.asarray(np.sum(alone) * device.grouped.scale[pass_]), label.spread, label.spread_short, source
@@ -369,8 +376,8 @@ def grouped_gemm(
     # Each expert takes its share of a group of its like.
     shares = grouped_seconds(together, sheet, *sizes, with_residual=pass_ != "weight_gradient")
     seconds = np.asarray(np.mean(shares) * device.grouped.together.get(pass_, 1.0))
-    if accumulate:
-        seconds = seconds + accumulate_seconds(together, sheet, count * n * k)
+    if accumulator_bytes:
+        seconds = seconds + accumulate_seconds(together, sheet, count * n * k, accumulator_bytes)
     cast = gemm_model(device, dtype).quantize
     if quantize and cast is not None:
         columns = k if pass_ == "forward" else n
@@ -415,7 +422,7 @@ def _one_by_one(
     k: float,
     pass_: str,
     dtype: str,
-    accumulate: bool,
+    accumulator_bytes: float,
     quantize: bool,
 ) -> FloatArray:
     """Seconds of each expert's product alone."""
@@ -427,7 +434,7 @@ def _one_by_one(
         depth,
         dtype=dtype,
         layout=PASSES[pass_],
-        accumulate=accumulate,
+        accumulator_bytes=accumulator_bytes,
         quantize=quantize,
     )
     return np.asarray(single.seconds)

@@ -39,9 +39,9 @@ from echograph.profiler.costs.device import (
     Quantize,
 )
 from echograph.profiler.costs.gemm import (
-    ACCUMULATOR_BYTES,
     LIMIT,
     accumulate_seconds,
+    accumulator_traffic,
     corners,
     gemm_seconds,
     narrowness,
@@ -432,7 +432,7 @@ def fit_layouts(table: KernelTable, model: GemmModel, sheet: Datasheet) -> Layou
     transposed = float(np.exp(np.median(plain))) if plain else 1.0
     exposed = []
     for (m, n, k), value in into_fp32.items():
-        traffic = ACCUMULATOR_BYTES * m * n / sheet.memory_bandwidth_bytes_per_s
+        traffic = float(accumulator_traffic(m * n)) / sheet.memory_bandwidth_bytes_per_s
         modelled = _seconds(model, sheet, m, n, k)
         if (k, m, n) in forward and traffic > MIN_TRAFFIC_SHARE * modelled:
             exposed.append(modelled * (np.exp(value) - np.exp(forward[k, m, n]) * transposed) / traffic)

@@ -91,17 +91,43 @@ def test_a_product_is_of_the_layout_that_it_reads(attributes: Gemm, layout: str)
 def test_the_operands_of_a_product_are_its_last_matrices() -> None:
     expected = gemm(H100, 96, 520, 4000, layout="NN")
     assert cost("aten.addmm", [(520,), A, B], [C], Gemm()) == expected
-    assert cost("aten.addmm", [(96, 520), A, B], [C], Gemm()) == expected
     batched = gemm(H100, 96, 520, 4000, batch=6, layout="NN")
     assert cost("aten.bmm", [(6, *A), (6, *B)], [(6, *C)], Gemm()) == batched
     assert cost("aten.matmul", [(2, 3, *A), (2, 3, *B)], [(2, 3, *C)], Gemm()) == batched
 
 
 def test_a_product_that_adds_into_single_precision_pays_for_it() -> None:
-    added = gemm(H100, 96, 520, 4000, layout="NT", accumulate=True)
+    added = gemm(H100, 96, 520, 4000, layout="NT", accumulator_bytes=4.0)
     assert cost("aten.mm", [A, B], [(C, FP32)], Gemm(transpose_a=True)) == added
     single = gemm(H100, 96, 520, 4000, layout="NN", dtype="fp32")
     assert cost("aten.mm", [A, B], [C], Gemm(), dtype=FP32) == single
+
+
+def test_a_product_that_adds_to_a_buffer_reads_it_too() -> None:
+    added = gemm(H100, 96, 520, 4000, layout="NN", accumulator_bytes=2.0)
+    assert cost("aten.addmm", [C, A, B], [C], Gemm()) == cost("aten.addmm_", [C, A, B], [C], Gemm()) == added
+    plain, single = (gemm(H100, 96, 520, 4000, layout="NN", accumulator_bytes=n).seconds for n in (0.0, 4.0))
+    assert single - plain == pytest.approx(
+        3 * (added.seconds - plain)
+    )  # 4 read and 4 written, for 2 and 2, less 2
+    # A buffer is no scale: a product in FP8 that adds to one has a scale a tensor all the same.
+    scales, buffer = [((), FP32), ((), FP32)], (C, FP32)
+    expected = gemm(H100, 96, 520, 4000, dtype="fp8", accumulator_bytes=4.0, quantize=False)
+    assert (
+        cost("aten._scaled_mm", [A, B, *scales, buffer], [buffer], Gemm(transpose_b=True), dtype=FP8) == expected
+    )
+
+
+def test_experts_add_to_main_gradients_too() -> None:
+    groups = (4, 128, 256)
+
+    def found(dtype: DType, *buffer: Operand) -> float:
+        inputs = [(128, 2000), (2000, 256), ((4,), INT64), *buffer]
+        return float(cost("aten._grouped_mm", inputs, [(groups, dtype)], Gemm(), phase=Phase.BACKWARD).seconds)
+
+    plain, half, single = found(BF16), found(BF16, (groups, BF16)), found(FP32, (groups, FP32))
+    assert half > plain
+    assert single - plain == pytest.approx(3 * (half - plain))
 
 
 def test_a_scaled_product_has_its_scales_last_and_its_casts_apart() -> None:

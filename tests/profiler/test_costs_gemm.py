@@ -93,7 +93,7 @@ def test_odd_operands_are_slower_in_the_layouts_that_read_them() -> None:
 def test_accumulating_into_fp32_costs_traffic() -> None:
     device = load_device("b200")
     plain = gemm(device, 4096, 7168, 1024, layout="NT").seconds
-    assert gemm(device, 4096, 7168, 1024, layout="NT", accumulate=True).seconds > 1.2 * plain
+    assert gemm(device, 4096, 7168, 1024, layout="NT", accumulator_bytes=4.0).seconds > 1.2 * plain
 
 
 def test_unknown_names_list_the_choices() -> None:

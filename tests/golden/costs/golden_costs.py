@@ -95,7 +95,7 @@ def _costs(device: DeviceProfile) -> Iterator[tuple[str, CostEstimate]]:
         yield f"gemm {dtype} {layout}", gemm(device, *SIZES, dtype=dtype, layout=layout)
     for dtype in device.gemm:
         yield f"gemm {dtype} batched", gemm(device, *SIZES, batch=12, dtype=dtype)
-        yield f"gemm {dtype} added", gemm(device, *SIZES, dtype=dtype, accumulate=True, quantize=False)
+        yield f"gemm {dtype} added", gemm(device, *SIZES, dtype=dtype, accumulator_bytes=4.0, quantize=False)
     for kernel, (number, shape), causal in product(device.attention, enumerate(ATTENTION), (True, False)):
         what = f"{kernel} {number} {'causal' if causal else 'full'}"
         yield f"attention {what}", attention_forward(device, **shape, causal=causal, kernel=kernel)
@@ -110,7 +110,7 @@ def _costs(device: DeviceProfile) -> Iterator[tuple[str, CostEstimate]]:
     for pass_ in PASSES:
         yield (
             f"grouped {pass_}",
-            grouped_gemm(scaled, [100, 4096, 0, 16], 14336, 4096, pass_=pass_, dtype=dtype, accumulate=True),
+            grouped_gemm(scaled, [100, 4096, 0, 16], 14336, 4096, pass_=pass_, dtype=dtype, accumulator_bytes=4.0),
         )
     sizes = np.array([0, 1e3, 1e6, 1e9])
     for kind, row in product(MEMORY_KINDS, (512.0, 8192.0, 524288.0)):
