@@ -105,6 +105,9 @@ def test_processes_change_nothing(cli, tmp_path: Path) -> None:
         ({"recompute": "sometimes"}, "recompute 'sometimes'"),
         ({"model": "MoE toy", "ep": 2}, "experts are not in the table"),
         ({"micro_batch": "many"}, "micro_batch is 'many'"),
+        ({"notes": "DualPipe, DeepEP"}, "its schedule is DualPipe"),
+        ({"zero_stage": "3 (offload)"}, "zero_stage '3 .offload"),
+        ({"sequence_parallel": "perhaps"}, "sequence_parallel 'perhaps'"),
     ],
 )
 def test_what_is_not_modelled_is_skipped(change: dict[str, Any], words: str) -> None:
@@ -427,6 +430,18 @@ def test_a_rate_or_a_utilisation_stands_for_a_step_time() -> None:
     ):  # fmt: skip
         with pytest.raises(Skip, match=why):
             MeasuredStep({k: str(v) for k, v in (ROW | said | change).items()}).measured_s  # noqa: B018
+
+
+def test_numbers_are_read_as_tables_print_them() -> None:
+    row = MeasuredStep(
+        {"n_gpus": "1,024", "seq_len": "8K", "vpp": "-", "pp": "n/a", "cp": "2.0", "tp": "2.5", "dp": "x"}
+    )
+    assert [row.number(name, 1) for name in ("n_gpus", "seq_len", "vpp", "pp", "cp")] == [1024, 8192, 1, 1, 2]
+    for name in ("tp", "dp"):
+        with pytest.raises(Skip, match=name):
+            row.number(name, 1)
+    row = MeasuredStep({"a": "843 ms", "b": "16,186", "c": "2.5s", "d": "fast", "e": "-1", "f": "", "g": "nan"})
+    assert [row.real(name) for name in "abcdefg"] == [pytest.approx(0.843), 16186.0, 2.5, None, None, None, None]
 
 
 def test_a_utilisation_is_a_share_or_percent_of_the_peak_in_16_bit() -> None:

@@ -141,6 +141,8 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
     gpus, model = row.number("n_gpus"), sizes["tp"] * sizes["pp"] * sizes["cp"]
     if gpus % model or row.number("dp", gpus // model) * model != gpus:
         raise Skip(f"{gpus} GPUs are not tp x pp x cp x dp")
+    if "dualpipe" in row.text("notes").lower():
+        raise Skip("its schedule is DualPipe, which is not modelled")
     recompute = row.text("recompute")
     if recompute == "see recipe":
         assumed.append("no recomputation")

@@ -20,6 +20,9 @@ PEAKS = {
 }  # fmt: skip
 """FLOP/s in 16 bit that sources divide by (the makers' data sheets, dense), by a GPU's name."""
 
+_NOTHING = ("-", "n/a", "na", "nan")
+"""What stands in a column of numbers that has none."""
+
 CONVENTIONS = 0.1
 """How far, relatively, model FLOPs may differ by convention for a rate of them to stand for a time."""
 
@@ -54,24 +57,27 @@ class MeasuredStep:
         return (self.columns.get(column) or "").strip()
 
     def number(self, column: str, default: int | None = None) -> int:
-        """A whole number.
+        """A whole number, as "4096", "1,024" or "8k", which is 8,192.
 
         Raises:
             Skip: the column is empty and has no default, or holds no number.
         """
         text = self.text(column)
+        if text.lower() in _NOTHING:
+            text = ""
         if not text and default is not None:
             return default
-        try:
-            return int(text)
-        except ValueError:
+        said = re.fullmatch(r"([0-9]+)(?:\.0+)?(k?)", text.replace(",", "").lower())
+        if said is None:
             what = f"is '{text[:20]}'" if text else "is empty"
-            raise Skip(f"{column} {what}") from None
+            raise Skip(f"{column} {what}")
+        return int(said[1]) * (1024 if said[2] else 1)
 
     def real(self, column: str) -> float | None:
-        """A number above 0; None where the column holds none."""
+        """A number above 0, "843 ms" being 0.843; None where the column holds none."""
+        said = re.fullmatch(r"(.+?) ?(ms|s)?", self.text(column).replace(",", ""))
         try:
-            value = float(self.text(column))
+            value = float(said[1]) * (1e-3 if said[2] == "ms" else 1) if said else 0.0
         except ValueError:
             return None
         return value if 0 < value < 1e15 else None
