@@ -190,6 +190,13 @@ def test_groups_of_zero_3_are_copies() -> None:
     assert "zero 3 over all replicas" in made(zero_stage="3 by hand", **change).assumed
 
 
+def test_dense_models_of_automodel_are_hugging_faces_compiled_on_several_gpus() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    many = made(trainer="NeMo AutoModel", model="Llama3 8B", tp=1, dp="", hidden=4096, heads=32, kv_heads=8)
+    one = made(trainer="NeMo AutoModel", model="Llama3 8B LoRA", tp=1, dp="", n_gpus=1)
+    assert [found.plan.stack for found in (many, one)] == ["inductor", "fsdp"]
+
+
 def test_an_empty_cell_is_what_its_trainer_does_and_says_so() -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     empty = {"sequence_parallel": "", "zero_stage": "", "recompute": "", "precision": ""}
@@ -264,7 +271,8 @@ def test_samples_of_a_step_are_told_by_its_rate_or_without_accumulation(batch: s
 @pytest.mark.parametrize(
     ("trainer", "stack"),
     [
-        ("NeMo 24.07", "nemo"), ("NeMo AutoModel", "automodel"), ("Megatron-LM v0.12", "megatron-core"),
+        ("NeMo 24.07", "nemo"), ("NeMo AutoModel", "automodel"), ("automodel", "automodel"),
+        ("Megatron-LM v0.12", "megatron-core"),
         ("Megatron Core", "megatron-core"), ("megatron_lm 2021", "megatron-2021"), ("TorchTitan", "torchtitan"),
         ("megatron-lm 2022", "megatron-2021"), ("megatron-lm 2024", "megatron-core"), ("nemo 25.02", "nemo-2"),
         ("nemo 24.12", "nemo"), ("torchtitan", "torchtitan"),
