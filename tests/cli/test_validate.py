@@ -105,6 +105,19 @@ def test_processes_change_nothing(cli, tmp_path: Path) -> None:
         ({"recompute": "sometimes"}, "recompute 'sometimes'"),
         ({"model": "MoE toy", "ep": 2}, "experts are not in the table"),
         ({"micro_batch": "many"}, "micro_batch is 'many'"),
+        ({"model": "MoE 1.3B"}, "experts are not in the table"),
+        ({"params_B": 5}, "params_B is 5, and its sizes make"),
+        (
+            {"model": "abacus"}
+            | dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab"), ""),
+            "model 'abacus' is not a known one",
+        ),
+        ({"model": "GPT 8x7B"}, "experts are not in the table"),
+        ({"model": "Llama3-8B QLoRA"}, "QLoRA: weights of 4 bits"),
+        ({"model": "ResNet-50"}, "is not one stack of layers over tokens"),
+        ({"model": "T5-large"}, "is not one stack of layers over tokens"),
+        ({"n_gpus": 0}, "n_gpus is '0'"),
+        ({"seq_len": 0}, "seq_len is '0'"),
         ({"notes": "DualPipe, DeepEP"}, "its schedule is DualPipe"),
         ({"zero_stage": "3 (offload)"}, "zero_stage '3 .offload"),
         ({"sequence_parallel": "perhaps"}, "sequence_parallel 'perhaps'"),
@@ -440,11 +453,31 @@ def test_a_rate_or_a_utilisation_stands_for_a_step_time() -> None:
             MeasuredStep({k: str(v) for k, v in (ROW | said | change).items()}).measured_s  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("said", "attention"),
+    [
+        ("unfused", "fused-softmax"), ("Unfused, ALiBi", "fused-softmax"), ("eager", "eager"),
+        ("math SDPA", "eager"), ("no flash attention", "eager"), ("SDPA Flash v2", "sdpa"),
+        ("nocturne", "sdpa"), ("", "sdpa"),
+    ],
+)  # fmt: skip
+def test_spellings_of_attention(said: str, attention: str) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    assert made(attention=said).model.attention == attention
+
+
 def test_numbers_are_read_as_tables_print_them() -> None:
     row = MeasuredStep(
         {"n_gpus": "1,024", "seq_len": "8K", "vpp": "-", "pp": "n/a", "cp": "2.0", "tp": "2.5", "dp": "x"}
     )
-    assert [row.number(name, 1) for name in ("n_gpus", "seq_len", "vpp", "pp", "cp")] == [1024, 8192, 1, 1, 2]
+    assert [row.number(name, 1) for name in ("n_gpus", "seq_len", "vpp", "pp", "cp", "ep")] == [
+        1024,
+        8192,
+        1,
+        1,
+        2,
+        1,
+    ]
     for name in ("tp", "dp"):
         with pytest.raises(Skip, match=name):
             row.number(name, 1)

@@ -95,7 +95,7 @@ def setup(row: MeasuredStep) -> Setup:
         assumed=tuple(assumed),
         settings=_network(row, load_cluster(plan.cluster)),
         blocking=trainer.launch_blocking,
-        layer_alone="layer only" in row.text("notes"),
+        layer_alone=row.of_layers_alone,
     )
 
 
@@ -195,6 +195,8 @@ def _network(row: MeasuredStep, cluster: Cluster) -> dict[str, str]:
 
 def _adapters(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> dict[str, Any]:
     """What is trained of a row that says LoRA; nothing where all is."""
+    if re.search(r"qlora\b", row.text("model").lower()):
+        raise Skip("QLoRA: weights of 4 bits are not modelled")
     if not re.search(r"\blora\b", row.text("model").lower()):
         return {}
     assumed.append(f"adapters of rank {trainer.lora_rank} beside {trainer.lora_targets.replace(',', ', ')}")

@@ -57,18 +57,18 @@ class MeasuredStep:
         return (self.columns.get(column) or "").strip()
 
     def number(self, column: str, default: int | None = None) -> int:
-        """A whole number, as "4096", "1,024" or "8k", which is 8,192.
+        """A whole number above 0, as "4096", "1,024" or "8k", which is 8,192; 0 is what is not used.
 
         Raises:
             Skip: the column is empty and has no default, or holds no number.
         """
         text = self.text(column)
-        if text.lower() in _NOTHING:
+        if text.lower() in _NOTHING or (text == "0" and default is not None):
             text = ""
         if not text and default is not None:
             return default
         said = re.fullmatch(r"([0-9]+)(?:\.0+)?(k?)", text.replace(",", "").lower())
-        if said is None:
+        if said is None or not int(said[1]):
             what = f"is '{text[:20]}'" if text else "is empty"
             raise Skip(f"{column} {what}")
         return int(said[1]) * (1024 if said[2] else 1)
@@ -81,6 +81,11 @@ class MeasuredStep:
         except ValueError:
             return None
         return value if 0 < value < 1e15 else None
+
+    @property
+    def of_layers_alone(self) -> bool:
+        """Whether its figure is of its layers alone, of a model that has more."""
+        return "layer only" in self.text("notes")
 
     @property
     def global_batch(self) -> int:
