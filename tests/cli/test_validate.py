@@ -466,6 +466,23 @@ def test_spellings_of_attention(said: str, attention: str) -> None:
     assert made(attention=said).model.attention == attention
 
 
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [("4M", 2048), ("4M tokens", 2048), ("0.5M", 256), ("3.2001M", 1563), ("4194304 tokens", 2048), ("512", 512)],
+)
+def test_steps_may_be_counted_in_tokens(batch: str, samples: int) -> None:
+    assert MeasuredStep({"global_batch": batch, "seq_len": "2048"}).global_batch == samples
+
+
+def test_data_parallel_ranks_may_count_those_of_the_context() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    for dp, said in ((4, True), (2, False)):
+        found = made(tp=2, cp=2, n_gpus=8, dp=dp)
+        assert ("dp counts context-parallel ranks" in found.assumed) == said
+    with pytest.raises(Skip, match="not tp x pp x cp x dp"):
+        made(tp=2, cp=2, n_gpus=8, dp=3)
+
+
 def test_numbers_are_read_as_tables_print_them() -> None:
     row = MeasuredStep(
         {"n_gpus": "1,024", "seq_len": "8K", "vpp": "-", "pp": "n/a", "cp": "2.0", "tp": "2.5", "dp": "x"}

@@ -28,7 +28,7 @@ AGREES = 0.1
 """How far, relatively, the parameters that a row states may be from those of its sizes."""
 
 FAR = 0.5
-"""How much more parameters, relatively, a row may state than its sizes make: the loss may have its own embedding."""
+"""How much more parameters, relatively, a row may state than its sizes make: a second embedding."""
 
 NEAR = 0.06
 """How far, relatively, the parameters in a free name may be from those of the model that it names."""

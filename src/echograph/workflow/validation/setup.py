@@ -139,7 +139,10 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
     sizes = {name: row.number(name, 1) for name in ("tp", "pp", "vpp", "cp", "ep")}
     assumed += [f"{name} 1" for name in sizes if not row.text(name)]
     gpus, model = row.number("n_gpus"), sizes["tp"] * sizes["pp"] * sizes["cp"]
-    if gpus % model or row.number("dp", gpus // model) * model != gpus:
+    copies = row.number("dp", gpus // model)
+    if sizes["cp"] > 1 and copies * sizes["tp"] * sizes["pp"] == gpus:
+        assumed.append("dp counts context-parallel ranks")
+    elif gpus % model or copies * model != gpus:
         raise Skip(f"{gpus} GPUs are not tp x pp x cp x dp")
     if "dualpipe" in row.text("notes").lower():
         raise Skip("its schedule is DualPipe, which is not modelled")

@@ -20,6 +20,9 @@ PEAKS = {
 }  # fmt: skip
 """FLOP/s in 16 bit that sources divide by (the makers' data sheets, dense), by a GPU's name."""
 
+_TOKENS = re.compile(r"([0-9.]+) ?(?:(m)(?: ?tokens)?| ?tokens)")
+"""Steps whose tokens a table counts."""
+
 _NOTHING = ("-", "n/a", "na", "nan")
 """What stands in a column of numbers that has none."""
 
@@ -89,7 +92,7 @@ class MeasuredStep:
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step.
+        """Samples of a step; "4M" and "4194304 tokens" are tokens.
 
         Where the row leaves them out, what its rate and time make of them, or, without a pipeline, one micro-batch
         of each replica.
@@ -97,6 +100,11 @@ class MeasuredStep:
         Raises:
             Skip: it says too little.
         """
+        tokens = _TOKENS.fullmatch(self.text("global_batch").lower())
+        if tokens:
+            # A million is 2^20 where that makes whole samples: sequences are powers of two.
+            samples = float(tokens[1]) * (2**20 if tokens[2] else 1) / self.number("seq_len")
+            return max(1, round(samples if not tokens[2] or samples.is_integer() else samples * 1e6 / 2**20))
         if self.text("global_batch"):
             return self.number("global_batch")
         seconds, rate = self.real("step_time_s"), self.real("tokens_per_s_per_gpu")
