@@ -196,6 +196,26 @@ def test_a_network_that_a_row_names_is_its_clusters(notes: str, nic_GBps: str | 
     assert made(notes=notes).settings == ({"network.nic_GBps": nic_GBps} if nic_GBps else {})
 
 
+@pytest.mark.parametrize(
+    ("words", "gpus"),
+    [
+        ("4 per node", 4),
+        ("A100, 4 GPUs/node", 4),
+        ("4 GPUs a node", 4),
+        ("8 GPUs per node", None),
+        ("4 nodes", None),
+    ],
+)
+def test_nodes_that_a_row_names_are_its_clusters(words: str, gpus: int | None) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    from echograph.simulator.clusters import load_cluster
+
+    found = made(notes=words)
+    cluster = load_cluster(found.plan.cluster, found.settings)
+    assert (cluster.gpus_per_node, cluster.domain_gpus, cluster.network.nics_per_node) == ((gpus or 8,) * 3)
+    assert any("nodes of 4" in line for line in found.assumed) == bool(gpus)
+
+
 def test_groups_of_zero_3_are_copies() -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     change = {"n_gpus": 16, "tp": 1, "dp": 16}

@@ -37,6 +37,8 @@ _NETWORK = re.compile(
     r"|(?P<rate>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[GT])b(?:ps|/s|it/s)?\b)(?P<after>[^;,()]*)"
 )
 
+_NODE = re.compile(r"\b(?P<gpus>[1-9][0-9]?) ?(?:x ?)?(?:gpus? ?)?(?:per|a|/) ?node\b", re.IGNORECASE)
+
 
 def precision(text: str) -> tuple[DType, str] | None:
     """Type of a step, and precision of its matrix products, "" where that is the type's.
@@ -135,6 +137,12 @@ def sharding(text: str) -> Sharding | None:
 def _group(more: str) -> int:
     said = _GROUPS.search(more)
     return int(said["gpus"] or said["size"]) if said else 0
+
+
+def node_gpus(text: str) -> int | None:
+    """GPUs of a node, of free words as "4 per node" or "8 GPUs/node"; None where nothing is said."""
+    said = _NODE.search(text)
+    return int(said["gpus"]) if said else None
 
 
 def node_network(text: str, nic_Gbps: float, gpus: int) -> float | None:
