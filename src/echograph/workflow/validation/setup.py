@@ -244,7 +244,7 @@ def _zero(row: MeasuredStep, replicas: int, stages: int, assumed: list[str]) -> 
     return {"zero": said.stage}
 
 
-def _kept(said: spellings.Sharding) -> dict[str, bool]:
+def _kept(said: spellings.SaidSharding) -> dict[str, bool]:
     return {} if said.reshards else {"reshard_after_forward": False}
 
 
