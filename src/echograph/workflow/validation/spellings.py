@@ -118,6 +118,8 @@ def sharding(text: str) -> SaidSharding | None:
         return SaidSharding(stage=0)
     if re.fullmatch(r"dist(ributed)?[ _-]?opt(imi[sz]er)?", said):
         return SaidSharding(stage=1)
+    if re.fullmatch(r"((full|hybrid|no)[ _-]?shard|shard_grad_op)", said):
+        said = "fsdp " + re.sub("[ -]", "_", said)
     if found := _FSDP.fullmatch(said):
         more = found["more"] or ""
         copies = bool(found["hybrid"]) or "hybrid" in more
