@@ -232,6 +232,16 @@ def test_dense_models_of_automodel_are_hugging_faces_compiled_on_several_gpus() 
     assert [found.plan.stack for found in (many, one)] == ["inductor", "fsdp"]
 
 
+def test_experts_that_a_row_leaves_out_are_those_of_the_recipe() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    sizes = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "dp"), "")
+    for gpus, said, ranks in ((8, "", 8), (64, "-", 64), (64, 8, 8)):
+        row = sizes | {"model": "GPT-OSS 120B", "tp": 1, "n_gpus": gpus, "ep": said, "global_batch": 2 * gpus}
+        found = made(trainer="NeMo AutoModel", zero_stage="fsdp2", **row)
+        assert found.plan.ep == ranks
+        assert (f"ep {ranks} by default" in found.assumed) == (said in ("", "-"))
+
+
 def test_an_empty_cell_is_what_its_trainer_does_and_says_so() -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     empty = {"sequence_parallel": "", "zero_stage": "", "recompute": "", "precision": ""}

@@ -24,7 +24,7 @@ _TOKENS = re.compile(r"([0-9.]+) ?(?:(m)(?: ?tokens)?| ?tokens)")
 """Steps whose tokens a table counts."""
 
 _NOTHING = ("-", "n/a", "na", "nan")
-"""What stands in a column of numbers that has none."""
+"""What stands in a column that says nothing."""
 
 CONVENTIONS = 0.1
 """How far, relatively, model FLOPs may differ by convention for a rate of them to stand for a time."""
@@ -56,8 +56,9 @@ class MeasuredStep:
         return self.columns.get("grade") or "A"
 
     def text(self, column: str) -> str:
-        """A column; "" where it is empty or absent."""
-        return (self.columns.get(column) or "").strip()
+        """A column; "" where it is empty, absent, or says that there is nothing."""
+        said = (self.columns.get(column) or "").strip()
+        return "" if said.lower() in _NOTHING else said
 
     def number(self, column: str, default: int | None = None) -> int:
         """A whole number above 0, as "4096", "1,024" or "8k", which is 8,192; 0 is what is not used.
@@ -66,7 +67,7 @@ class MeasuredStep:
             Skip: the column is empty and has no default, or holds no number.
         """
         text = self.text(column)
-        if text.lower() in _NOTHING or (text == "0" and default is not None):
+        if text == "0" and default is not None:
             text = ""
         if not text and default is not None:
             return default

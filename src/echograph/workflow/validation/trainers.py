@@ -48,6 +48,7 @@ class _When(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
         step: options of the step.
         launch_blocking: whether every launch waited for its kernel.
         micro_batch: another default; None: the trainer's.
+        cells: further ones.
     """
 
     stack: str = ""
@@ -55,6 +56,7 @@ class _When(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step: dict[str, Any] = {}
     launch_blocking: bool = False
     micro_batch: MicroBatchDefault | None = None
+    cells: dict[str, str] = {}
 
 
 class Machine(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,6 +159,7 @@ def trainer_of(row: MeasuredStep) -> Trainer:
                 stack=rule.stack or found.stack,
                 set={**found.set, **rule.set},
                 step={**found.step, **rule.step},
+                cells={**found.cells, **rule.cells},
                 launch_blocking=found.launch_blocking or rule.launch_blocking,
                 micro_batch=found.micro_batch if rule.micro_batch is None else rule.micro_batch,
             )
