@@ -105,6 +105,22 @@ def test_processes_change_nothing(cli, tmp_path: Path) -> None:
         ({"recompute": "sometimes"}, "recompute 'sometimes'"),
         ({"model": "MoE toy", "ep": 2}, "experts are not in the table"),
         ({"micro_batch": "many"}, "micro_batch is 'many'"),
+        ({"model": "MoE 1.3B"}, "experts are not in the table"),
+        ({"params_B": 5}, "params_B is 5, and its sizes make"),
+        (
+            {"model": "abacus"}
+            | dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab"), ""),
+            "model 'abacus' is not a known one",
+        ),
+        ({"model": "GPT 8x7B"}, "experts are not in the table"),
+        ({"model": "Llama3-8B QLoRA"}, "QLoRA: weights of 4 bits"),
+        ({"model": "ResNet-50"}, "is not one stack of layers over tokens"),
+        ({"model": "T5-large"}, "is not one stack of layers over tokens"),
+        ({"n_gpus": 0}, "n_gpus is '0'"),
+        ({"seq_len": 0}, "seq_len is '0'"),
+        ({"notes": "DualPipe, DeepEP"}, "its schedule is DualPipe"),
+        ({"zero_stage": "3 (offload)"}, "zero_stage '3 .offload"),
+        ({"sequence_parallel": "perhaps"}, "sequence_parallel 'perhaps'"),
     ],
 )
 def test_what_is_not_modelled_is_skipped(change: dict[str, Any], words: str) -> None:
@@ -155,7 +171,9 @@ def test_spellings_of_recomputation(text: str, read: str | None) -> None:
         ("", (0, False, 0, True)), ("none", (0, False, 0, True)), ("DDP", (0, False, 0, True)),
         ("FSDP", (3, False, 0, True)), ("fsdp2", (3, False, 0, True)), ("HSDP", (3, True, 0, True)),
         ("FSDP (HYBRID_SHARD)", (3, True, 0, True)), ("fsdp2(SHARD_GRAD_OP)", (3, False, 0, False)),
-        ("FSDP NO_SHARD", (0, False, 0, True)), ("ZeRO-1", (1, False, 0, True)), ("zero2", (2, False, 0, True)),
+        ("FULL_SHARD", (3, False, 0, True)), ("SHARD_GRAD_OP", (3, False, 0, False)),
+        ("hybrid shard", (3, True, 0, True)), ("FSDP NO_SHARD", (0, False, 0, True)),
+        ("ZeRO-1", (1, False, 0, True)), ("zero2", (2, False, 0, True)),
         ("ZeRO stage 3", (3, False, 0, True)), ("zero1=8", (1, False, 8, True)), ("zero1=-1", (1, False, 0, True)),
         ("1 (8-GPU groups)", (1, False, 8, True)), ("distributed optimizer", (1, False, 0, True)),
         ("3 (CPU offload)", None), ("ZeRO-Infinity", None), ("ZeRO++", None), ("12", None), ("most", None),
@@ -180,11 +198,48 @@ def test_a_network_that_a_row_names_is_its_clusters(notes: str, nic_GBps: str | 
     assert made(notes=notes).settings == ({"network.nic_GBps": nic_GBps} if nic_GBps else {})
 
 
+@pytest.mark.parametrize(
+    ("words", "gpus"),
+    [
+        ("4 per node", 4),
+        ("A100, 4 GPUs/node", 4),
+        ("4 GPUs a node", 4),
+        ("8 GPUs per node", None),
+        ("4 nodes", None),
+    ],
+)
+def test_nodes_that_a_row_names_are_its_clusters(words: str, gpus: int | None) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    from echograph.simulator.clusters import load_cluster
+
+    found = made(notes=words)
+    cluster = load_cluster(found.plan.cluster, found.settings)
+    assert (cluster.gpus_per_node, cluster.domain_gpus, cluster.network.nics_per_node) == ((gpus or 8,) * 3)
+    assert any("nodes of 4" in line for line in found.assumed) == bool(gpus)
+
+
 def test_groups_of_zero_3_are_copies() -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     change = {"n_gpus": 16, "tp": 1, "dp": 16}
     assert made(zero_stage="3 (8-GPU groups)", **change).plan.hsdp_replicas == 2
     assert "zero 3 over all replicas" in made(zero_stage="3 by hand", **change).assumed
+
+
+def test_dense_models_of_automodel_are_hugging_faces_compiled_on_several_gpus() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    many = made(trainer="NeMo AutoModel", model="Llama3 8B", tp=1, dp="", hidden=4096, heads=32, kv_heads=8)
+    one = made(trainer="NeMo AutoModel", model="Llama3 8B LoRA", tp=1, dp="", n_gpus=1)
+    assert [found.plan.stack for found in (many, one)] == ["inductor", "fsdp"]
+
+
+def test_experts_that_a_row_leaves_out_are_those_of_the_recipe() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    sizes = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "dp"), "")
+    for gpus, said, ranks in ((8, "", 8), (64, "-", 64), (64, 8, 8)):
+        row = sizes | {"model": "GPT-OSS 120B", "tp": 1, "n_gpus": gpus, "ep": said, "global_batch": 2 * gpus}
+        found = made(trainer="NeMo AutoModel", zero_stage="fsdp2", **row)
+        assert found.plan.ep == ranks
+        assert (f"ep {ranks} by default" in found.assumed) == (said in ("", "-"))
 
 
 def test_an_empty_cell_is_what_its_trainer_does_and_says_so() -> None:
@@ -261,7 +316,8 @@ def test_samples_of_a_step_are_told_by_its_rate_or_without_accumulation(batch: s
 @pytest.mark.parametrize(
     ("trainer", "stack"),
     [
-        ("NeMo 24.07", "nemo"), ("NeMo AutoModel", "automodel"), ("Megatron-LM v0.12", "megatron-core"),
+        ("NeMo 24.07", "nemo"), ("NeMo AutoModel", "automodel"), ("automodel", "automodel"),
+        ("Megatron-LM v0.12", "megatron-core"),
         ("Megatron Core", "megatron-core"), ("megatron_lm 2021", "megatron-2021"), ("TorchTitan", "torchtitan"),
         ("megatron-lm 2022", "megatron-2021"), ("megatron-lm 2024", "megatron-core"), ("nemo 25.02", "nemo-2"),
         ("nemo 24.12", "nemo"), ("torchtitan", "torchtitan"),
@@ -441,6 +497,55 @@ def test_a_rate_or_a_utilisation_stands_for_a_step_time() -> None:
     ):  # fmt: skip
         with pytest.raises(Skip, match=why):
             MeasuredStep({k: str(v) for k, v in (ROW | said | change).items()}).measured_s  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("said", "attention"),
+    [
+        ("unfused", "fused-softmax"), ("Unfused, ALiBi", "fused-softmax"), ("eager", "eager"),
+        ("math SDPA", "eager"), ("no flash attention", "eager"), ("SDPA Flash v2", "sdpa"),
+        ("nocturne", "sdpa"), ("", "sdpa"),
+    ],
+)  # fmt: skip
+def test_spellings_of_attention(said: str, attention: str) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    assert made(attention=said).model.attention == attention
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [("4M", 2048), ("4M tokens", 2048), ("0.5M", 256), ("3.2001M", 1563), ("4194304 tokens", 2048), ("512", 512)],
+)
+def test_steps_may_be_counted_in_tokens(batch: str, samples: int) -> None:
+    assert MeasuredStep({"global_batch": batch, "seq_len": "2048"}).global_batch == samples
+
+
+def test_data_parallel_ranks_may_count_those_of_the_context() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    for dp, said in ((4, True), (2, False)):
+        found = made(tp=2, cp=2, n_gpus=8, dp=dp)
+        assert ("dp counts context-parallel ranks" in found.assumed) == said
+    with pytest.raises(Skip, match="not tp x pp x cp x dp"):
+        made(tp=2, cp=2, n_gpus=8, dp=3)
+
+
+def test_numbers_are_read_as_tables_print_them() -> None:
+    row = MeasuredStep(
+        {"n_gpus": "1,024", "seq_len": "8K", "vpp": "-", "pp": "n/a", "cp": "2.0", "tp": "2.5", "dp": "x"}
+    )
+    assert [row.number(name, 1) for name in ("n_gpus", "seq_len", "vpp", "pp", "cp", "ep")] == [
+        1024,
+        8192,
+        1,
+        1,
+        2,
+        1,
+    ]
+    for name in ("tp", "dp"):
+        with pytest.raises(Skip, match=name):
+            row.number(name, 1)
+    row = MeasuredStep({"a": "843 ms", "b": "16,186", "c": "2.5s", "d": "fast", "e": "-1", "f": "", "g": "nan"})
+    assert [row.real(name) for name in "abcdefg"] == [pytest.approx(0.843), 16186.0, 2.5, None, None, None, None]
 
 
 def test_a_utilisation_is_a_share_or_percent_of_the_peak_in_16_bit() -> None:

@@ -27,11 +27,20 @@ _BY_SIZES = {
 AGREES = 0.1
 """How far, relatively, the parameters that a row states may be from those of its sizes."""
 
+FAR = 0.5
+"""How much more parameters, relatively, a row may state than its sizes make: a second embedding."""
+
 NEAR = 0.06
 """How far, relatively, the parameters in a free name may be from those of the model that it names."""
 
 _METHODS = re.compile(r"\([^)]*\)|\b(sft|lora|qlora|pretrain|finetune)\b")
 """What a name says beyond the model."""
+
+_EXPERTS = re.compile(r"\bmoe\b|mixture|expert|[0-9]x[0-9.]+b\b|\ba[0-9.]+b\b", re.IGNORECASE)
+"""Names of mixtures of experts."""
+
+_WRITTEN_OUT = re.compile(r"(eager|math|naive|vanilla|native|plain|standard|(no|non|not|without)\b)")
+"""Attention of products and softmax, each a kernel of PyTorch's."""
 
 _MANNERS = ("moe", "v", "model", "base", "instruct", "chat", "hf", "bf", "nvidia")
 """Words of names that tell no model from another."""
@@ -85,18 +94,25 @@ def model_of(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> RowMode
         Skip: neither a known name nor sizes enough.
     """
     known = public_model(row.text("model"))
-    # All tables' unfused attention is Megatron's, which has kernels of its own for scale, mask and softmax.
-    attention = "fused-softmax" if row.text("attention").startswith("unfused") else "sdpa"
-    if not row.text("attention"):
-        assumed.append("fused attention")
+    attention = _attention(row, assumed)
     if known is not None and known.architecture not in _BY_SIZES:
         model = RowModel(entry=_as_published(known, row), attention="fused")
         return model.with_layers(row.number("layers", model.layers))
-    if row.number("ep", 1) > 1:
+    if row.number("ep", 1) > 1 or (known is None and _EXPERTS.search(row.text("model"))):
         raise Skip(
             f"model '{row.text('model')}': its experts are not in the table's columns, nor is it a known one"
         )
     return RowModel(entry=_of_sizes(row, known, trainer, assumed), attention=attention)
+
+
+def _attention(row: MeasuredStep, assumed: list[str]) -> str:
+    said = row.text("attention").lower()
+    if not said:
+        assumed.append("fused attention")
+    # All tables' unfused attention is Megatron's, which has kernels of its own for scale, mask and softmax.
+    if said.startswith("unfused"):
+        return "fused-softmax"
+    return "eager" if _WRITTEN_OUT.match(said) else "sdpa"
 
 
 def with_known_sizes(row: MeasuredStep) -> MeasuredStep:
@@ -153,8 +169,10 @@ def _as_published(known: ModelEntry, row: MeasuredStep) -> ModelEntry:
     """A model that its sizes do not say all of; only its vocabulary and depth may be others.
 
     Raises:
-        Skip: the row states another width or other heads.
+        Skip: the row states another width or other heads, or the model is of images or has two stacks.
     """
+    if "vocab_size" not in known.config or not any(key in known.config for key in _KEYS["layers"]):
+        raise Skip(f"model '{row.text('model')}' ({known.name}) is not one stack of layers over tokens")
     for column in ("hidden", "heads", "kv_heads"):
         published = _value(known, column)
         if row.text(column) and published and row.number(column) != published:
@@ -166,6 +184,8 @@ def _as_published(known: ModelEntry, row: MeasuredStep) -> ModelEntry:
 
 
 def _of_sizes(row: MeasuredStep, known: ModelEntry | None, trainer: Trainer, assumed: list[str]) -> ModelEntry:
+    if known is None and not any(row.text(column) for column in _SIZES):
+        raise Skip(f"model '{row.text('model')}' is not a known one, and the row does not state its sizes")
     layers, hidden, heads = (row.number(column) for column in ("layers", "hidden", "heads"))
     kv_heads, ffn = row.number("kv_heads", heads), row.number("ffn_hidden", 4 * hidden)
     vocabulary, length = row.number("vocab"), row.number("seq_len")
@@ -203,14 +223,20 @@ def _is_gated(row: MeasuredStep, known: ModelEntry | None, matrix: int, rest: in
         matrix: parameters of one matrix in all layers.
         rest: parameters of attention and of one embedding.
         assumed: told what is inferred.
+
+    Raises:
+        Skip: it states far more, as mixtures of experts have.
     """
     if known is not None:
         return _BY_SIZES[known.architecture]
-    try:
-        stated = float(row.text("params_B")) * 1e9
-    except ValueError:
+    billions = row.real("params_B")
+    if billions is None:
         gate = row.text("ffn_hidden") not in ("", str(4 * row.number("hidden")))
         assumed.append(f"a feed-forward network with{'' if gate else 'out'} a gate")
         return gate
+    stated = 1e9 * billions
     plain, gated = (abs(rest + matrices * matrix - stated) for matrices in (2, 3))
+    if stated > (1 + FAR) * (rest + 3 * matrix) and not row.of_layers_alone:
+        most = (rest + 3 * matrix) / 1e9
+        raise Skip(f"params_B is {billions:g}, and its sizes make {most:.3g} at most")
     return gated < min(plain, AGREES * stated)

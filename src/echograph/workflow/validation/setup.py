@@ -94,10 +94,10 @@ def setup(row: MeasuredStep) -> Setup:
         spec=StepSpec(dtype=dtype, **trainer.step, **adapters),
         plan=plan,
         seq_len=seq_len,
+        settings=_nodes(row, load_cluster(plan.cluster), assumed),
         assumed=tuple(assumed),
-        settings=_network(row, load_cluster(plan.cluster)),
         blocking=trainer.launch_blocking,
-        layer_alone="layer only" in row.text("notes"),
+        layer_alone=row.of_layers_alone,
     )
 
 
@@ -151,8 +151,13 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
     sizes = {name: row.number(name, 1) for name in ("tp", "pp", "vpp", "cp", "ep")}
     assumed += [f"{name} 1" for name in sizes if not row.text(name)]
     gpus, model = row.number("n_gpus"), sizes["tp"] * sizes["pp"] * sizes["cp"]
-    if gpus % model or row.number("dp", gpus // model) * model != gpus:
+    copies = row.number("dp", gpus // model)
+    if sizes["cp"] > 1 and copies * sizes["tp"] * sizes["pp"] == gpus:
+        assumed.append("dp counts context-parallel ranks")
+    elif gpus % model or copies * model != gpus:
         raise Skip(f"{gpus} GPUs are not tp x pp x cp x dp")
+    if "dualpipe" in row.text("notes").lower():
+        raise Skip("its schedule is DualPipe, which is not modelled")
     recompute = row.text("recompute")
     if recompute == "see recipe":
         assumed.append("no recomputation")
@@ -194,17 +199,32 @@ def _fitting(row: MeasuredStep, model: RowModel, plan: Plan, assumed: list[str])
     return replace(plan, recompute="full")
 
 
-def _network(row: MeasuredStep, cluster: Cluster) -> dict[str, str]:
-    """The ports that a row says its nodes have, as a setting of the cluster; nothing where they are its own."""
-    own, ports = cluster.network.nic_bytes_per_s * BITS / GB, cluster.network.nics_per_node
-    said = spellings.node_network(row.text("notes"), own, cluster.gpus_per_node)
-    if said is None or abs(said / (own * ports) - 1) < 0.01:
-        return {}
-    return {"network.nic_GBps": f"{said / BITS / ports:g}"}
+def _nodes(row: MeasuredStep, cluster: Cluster, assumed: list[str]) -> dict[str, str]:
+    """Other GPUs and ports of a node than the cluster's, where a row says so, as settings of the cluster.
+
+    Args:
+        row: whose GPU's name and notes are read.
+        cluster: whose nodes have one NVLink domain each to be cut.
+        assumed: told that the ports go with the GPUs.
+    """
+    settings: dict[str, str] = {}
+    rate, ports = cluster.network.nic_bytes_per_s * BITS / GB, cluster.network.nics_per_node
+    gpus = spellings.node_gpus(f"{row.text('gpu_type')}; {row.text('notes')}") or cluster.gpus_per_node
+    if gpus < cluster.gpus_per_node == cluster.domain_gpus:
+        ports = max(1, ports * gpus // cluster.gpus_per_node)
+        counts = {"node.gpus": gpus, "node.nvlink_domain": gpus, "network.nics_per_node": ports}
+        settings = {key: str(count) for key, count in counts.items()} | {"network.rails": str(min(ports, gpus))}
+        assumed.append(f"nodes of {gpus} GPUs with as much network for each")
+    said = spellings.node_network(row.text("notes"), rate, gpus)
+    if said is not None and abs(said / (rate * ports) - 1) >= 0.01:
+        settings["network.nic_GBps"] = f"{said / BITS / ports:g}"
+    return settings
 
 
 def _adapters(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> dict[str, Any]:
     """What is trained of a row that says LoRA; nothing where all is."""
+    if re.search(r"qlora\b", row.text("model").lower()):
+        raise Skip("QLoRA: weights of 4 bits are not modelled")
     if not re.search(r"\blora\b", row.text("model").lower()):
         return {}
     assumed.append(f"adapters of rank {trainer.lora_rank} beside {trainer.lora_targets.replace(',', ', ')}")
@@ -236,7 +256,7 @@ def _zero(row: MeasuredStep, replicas: int, stages: int, assumed: list[str]) -> 
     return {"zero": said.stage}
 
 
-def _kept(said: spellings.Sharding) -> dict[str, bool]:
+def _kept(said: spellings.SaidSharding) -> dict[str, bool]:
     return {} if said.reshards else {"reshard_after_forward": False}
 
 

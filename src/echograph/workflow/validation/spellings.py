@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-DType = Literal["bf16", "fp16", "fp32"]
+StepType = Literal["bf16", "fp16", "fp32"]
 
-_TYPES: dict[str, DType] = {
+_TYPES: dict[str, StepType] = {
     "fp32": "fp32", "float32": "fp32", "32": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16",
     "16": "fp16", "bf16": "bf16", "bfloat16": "bf16",
 }  # fmt: skip
@@ -37,8 +37,10 @@ _NETWORK = re.compile(
     r"|(?P<rate>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[GT])b(?:ps|/s|it/s)?\b)(?P<after>[^;,()]*)"
 )
 
+_NODE = re.compile(r"\b(?P<gpus>[1-9][0-9]?) ?(?:x ?)?(?:gpus? ?)?(?:per|a|/) ?node\b", re.IGNORECASE)
 
-def precision(text: str) -> tuple[DType, str] | None:
+
+def precision(text: str) -> tuple[StepType, str] | None:
     """Type of a step, and precision of its matrix products, "" where that is the type's.
 
     Args:
@@ -82,7 +84,7 @@ def flag(text: str) -> bool | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding:
+class SaidSharding:
     """What data-parallel ranks divide among themselves.
 
     Attributes:
@@ -100,7 +102,7 @@ class Sharding:
     unread: str = ""
 
 
-def sharding(text: str) -> Sharding | None:
+def sharding(text: str) -> SaidSharding | None:
     """What a cell says of ZeRO, FSDP or a distributed optimizer.
 
     A number behind "fsdp" is a stage or the version of PyTorch's interface, which both shard all; a stage less is
@@ -113,13 +115,15 @@ def sharding(text: str) -> Sharding | None:
     if re.search(r"offload|infinity|nvme|\+\+", said):
         return None
     if not said or said in (*_NO, "ddp", "dp"):
-        return Sharding(stage=0)
+        return SaidSharding(stage=0)
     if re.fullmatch(r"dist(ributed)?[ _-]?opt(imi[sz]er)?", said):
-        return Sharding(stage=1)
+        return SaidSharding(stage=1)
+    if re.fullmatch(r"((full|hybrid|no)[ _-]?shard|shard_grad_op)", said):
+        said = "fsdp " + re.sub("[ -]", "_", said)
     if found := _FSDP.fullmatch(said):
         more = found["more"] or ""
         copies = bool(found["hybrid"]) or "hybrid" in more
-        return Sharding(
+        return SaidSharding(
             stage=0 if "no_shard" in more or found["version"] == "0" else 3,
             copies=copies,
             group=_group(more),
@@ -128,13 +132,19 @@ def sharding(text: str) -> Sharding | None:
     if found := _ZERO.fullmatch(said):
         more = (found["more"] or "").strip()
         group = _group(more)
-        return Sharding(stage=int(found["stage"]), group=group, unread="" if group or more == "=-1" else more)
+        return SaidSharding(stage=int(found["stage"]), group=group, unread="" if group or more == "=-1" else more)
     return None
 
 
 def _group(more: str) -> int:
     said = _GROUPS.search(more)
     return int(said["gpus"] or said["size"]) if said else 0
+
+
+def node_gpus(text: str) -> int | None:
+    """GPUs of a node, of free words as "4 per node" or "8 GPUs/node"; None where nothing is said."""
+    said = _NODE.search(text)
+    return int(said["gpus"]) if said else None
 
 
 def node_network(text: str, nic_Gbps: float, gpus: int) -> float | None:

@@ -20,6 +20,12 @@ PEAKS = {
 }  # fmt: skip
 """FLOP/s in 16 bit that sources divide by (the makers' data sheets, dense), by a GPU's name."""
 
+_TOKENS = re.compile(r"([0-9.]+) ?(?:(m)(?: ?tokens)?| ?tokens)")
+"""Steps whose tokens a table counts."""
+
+_NOTHING = ("-", "n/a", "na", "nan")
+"""What stands in a column that says nothing."""
+
 CONVENTIONS = 0.1
 """How far, relatively, model FLOPs may differ by convention for a rate of them to stand for a time."""
 
@@ -50,35 +56,44 @@ class MeasuredStep:
         return self.columns.get("grade") or "A"
 
     def text(self, column: str) -> str:
-        """A column; "" where it is empty or absent."""
-        return (self.columns.get(column) or "").strip()
+        """A column; "" where it is empty, absent, or says that there is nothing."""
+        said = (self.columns.get(column) or "").strip()
+        return "" if said.lower() in _NOTHING else said
 
     def number(self, column: str, default: int | None = None) -> int:
-        """A whole number.
+        """A whole number above 0, as "4096", "1,024" or "8k", which is 8,192; 0 is what is not used.
 
         Raises:
             Skip: the column is empty and has no default, or holds no number.
         """
         text = self.text(column)
+        if text == "0" and default is not None:
+            text = ""
         if not text and default is not None:
             return default
-        try:
-            return int(text)
-        except ValueError:
+        said = re.fullmatch(r"([0-9]+)(?:\.0+)?(k?)", text.replace(",", "").lower())
+        if said is None or not int(said[1]):
             what = f"is '{text[:20]}'" if text else "is empty"
-            raise Skip(f"{column} {what}") from None
+            raise Skip(f"{column} {what}")
+        return int(said[1]) * (1024 if said[2] else 1)
 
     def real(self, column: str) -> float | None:
-        """A number above 0; None where the column holds none."""
+        """A number above 0, "843 ms" being 0.843; None where the column holds none."""
+        said = re.fullmatch(r"(.+?) ?(ms|s)?", self.text(column).replace(",", ""))
         try:
-            value = float(self.text(column))
+            value = float(said[1]) * (1e-3 if said[2] == "ms" else 1) if said else 0.0
         except ValueError:
             return None
         return value if 0 < value < 1e15 else None
 
     @property
+    def of_layers_alone(self) -> bool:
+        """Whether its figure is of its layers alone, of a model that has more."""
+        return "layer only" in self.text("notes")
+
+    @property
     def global_batch(self) -> int:
-        """Samples of a step.
+        """Samples of a step; "4M" and "4194304 tokens" are tokens.
 
         Where the row leaves them out, what its rate and time make of them, or, without a pipeline, one micro-batch
         of each replica.
@@ -86,6 +101,11 @@ class MeasuredStep:
         Raises:
             Skip: it says too little.
         """
+        tokens = _TOKENS.fullmatch(self.text("global_batch").lower())
+        if tokens:
+            # A million is 2^20 where that makes whole samples: sequences are powers of two.
+            samples = float(tokens[1]) * (2**20 if tokens[2] else 1) / self.number("seq_len")
+            return max(1, round(samples if not tokens[2] or samples.is_integer() else samples * 1e6 / 2**20))
         if self.text("global_batch"):
             return self.number("global_batch")
         seconds, rate = self.real("step_time_s"), self.real("tokens_per_s_per_gpu")

@@ -48,6 +48,7 @@ class _When(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
         step: options of the step.
         launch_blocking: whether every launch waited for its kernel.
         micro_batch: another default; None: the trainer's.
+        cells: further ones.
     """
 
     stack: str = ""
@@ -55,6 +56,7 @@ class _When(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step: dict[str, Any] = {}
     launch_blocking: bool = False
     micro_batch: MicroBatchDefault | None = None
+    cells: dict[str, str] = {}
 
 
 class Machine(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,6 +100,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         name: what its name begins with.
+        also: another name for it.
         stack: its stack.
         source: where what follows is published.
         set: options of the plan that it sets otherwise than the stack.
@@ -115,6 +118,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     name: str = ""
+    also: str = ""
     stack: str = ""
     source: str = ""
     set: dict[str, Any] = {}
@@ -130,6 +134,10 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     memory: MemoryReport = MemoryReport()
     guessed: bool = False
 
+    def is_named(self, said: str) -> bool:
+        """Whether a name begins with one of its, all as `_words` has them."""
+        return any(f"{said} ".startswith(f"{_words(name)} ") for name in (self.name, self.also) if name)
+
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trainers: tuple[Trainer, ...]
@@ -140,7 +148,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def trainer_of(row: MeasuredStep) -> Trainer:
     """What trained a row, with all that is known of it; an unknown one has the stack that its plan hints at."""
     said = _words(row.text("trainer"))
-    known = [one for one in _read().trainers if f"{said} ".startswith(f"{_words(one.name)} ")]
+    known = [one for one in _read().trainers if one.is_named(said)]
     if not known:
         return Trainer(stack=next(guess.stack for guess in _read().guesses if guess.holds(row)), guessed=True)
     found = max(known, key=lambda trainer: len(trainer.name))
@@ -151,6 +159,7 @@ def trainer_of(row: MeasuredStep) -> Trainer:
                 stack=rule.stack or found.stack,
                 set={**found.set, **rule.set},
                 step={**found.step, **rule.step},
+                cells={**found.cells, **rule.cells},
                 launch_blocking=found.launch_blocking or rule.launch_blocking,
                 micro_batch=found.micro_batch if rule.micro_batch is None else rule.micro_batch,
             )
