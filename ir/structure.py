@@ -2,7 +2,9 @@
 
 A pass that decides by what operations are, and by what they read and make, does the same to every graph of one
 structure: another micro-batch or another number of tensor-parallel ranks changes extents, bytes and FLOPs alone.
-So its result is kept as a `Sized`, which knows of each row where its sizes come from.
+So its result is kept as a `Sized`, which knows of each row where its sizes come from. A pass that looks at the
+sizes of what lives through the step, as to divide it, does the same to every graph in which these are equal
+(`at_rest`), whatever its activations: its result is kept as a `Resizable`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 
 from echograph.ir.columns import NONE, OP_COLUMNS, TENSOR_COLUMNS, Bools, Int64, OpTable, Ragged
 from echograph.ir.graph import Graph, JobGraph, kept
-from echograph.ir.types import DType, MultiTensor
+from echograph.ir.types import Attributes, DType, MultiTensor, Phase, TensorRole
 
 SIZES = ("flops", "bytes_read", "bytes_written", "nbytes")
 """Columns of operations that hold sizes; of tensors it is the extents of their shapes."""
@@ -177,11 +179,7 @@ class Sized:
             column[still] = getattr(job.ops, name)[still]
         elements = -(-self.in_buckets(numel) // filled) * filled
         sizes["nbytes"][self.buckets] = elements * _BITS[job.ops.dtype[self.buckets]] // 8
-        values = tuple(
-            known if at == NONE else old.attribute_values[at]
-            for known, at in zip(job.ops.attribute_values, self.attributes.tolist(), strict=True)
-        )
-        ops = replace(job.ops, attribute_values=values, **sizes)
+        ops = replace(job.ops, attribute_values=_attributes_from(job, graph, self.attributes), **sizes)
         axes = {axis.name: axis for axis in graph.mesh}
         mesh = tuple(axes.get(axis.name, axis) for axis in job.mesh)
         return replace(job, tensors=tensors, ops=ops, workload=graph.workload, mesh=mesh, passes=graph.passes)
@@ -190,6 +188,83 @@ class Sized:
         """Elements of each bucket, not filled up, of tensors of so many."""
         made, read = _summed(self.job.ops.outputs, numel), _summed(self.job.ops.inputs, numel)
         return np.where(self.job.ops.outputs.lengths > 0, made, read)[self.buckets]
+
+
+@kept
+def at_rest(graph: Graph) -> Hashable:
+    """The mesh, and the shapes of all that lives through the step, or that the optimizer reads or makes."""
+    ops, tensors = graph.ops, graph.tensors
+    found = ~np.isin(tensors.role, (TensorRole.ACTIVATION, TensorRole.INPUT))
+    for side in (ops.inputs, ops.outputs):
+        found[side.values[ops.phase[side.rows] == Phase.OPTIMIZER]] = True
+    rows = np.flatnonzero(found)
+    lengths, where = _extents(tensors.shape, rows)
+    return graph.mesh, rows.tobytes(), lengths.tobytes(), tensors.shape.values[where].tobytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Resizable:
+    """A job that passes made of a graph, of which they looked at nothing but its structure and what is `at_rest`.
+
+    Attributes:
+        job: the job.
+        tensors: int64, for each of the job's tensors the graph's one whose shape it has; -1 where it has its own.
+        ops: int64, for each of the job's operations the graph's one whose sizes it has; -1 where it has its own.
+        attributes: for each of the job's attributes, the graph's ones that they are; -1 if they are its own.
+    """
+
+    job: JobGraph
+    tensors: Int64
+    ops: Int64
+    attributes: Int64
+
+    @classmethod
+    def of(cls, graph: Graph, job: JobGraph, tensors: Int64, ops: Int64) -> Resizable | None:
+        """What passes made of a graph; None where two of its attributes became one.
+
+        Args:
+            graph: the graph.
+            job: what they made of it.
+            tensors: int64, for each of the job's tensors the graph's one that it was, whatever its shape; -1 for
+                what was added.
+            ops: int64, the same of operations, whatever their sizes.
+        """
+        mine, its = job.tensors.shape, graph.tensors.shape
+        same = (tensors != NONE) & (mine.lengths == its.lengths[tensors])
+        rows = np.flatnonzero(same)
+        differ = mine.values[_extents(mine, rows)[1]] != its.values[_extents(its, tensors[rows])[1]]
+        same[rows[np.repeat(np.arange(len(rows)), mine.lengths[rows])[differ]]] = False
+        kept_ops = ops != NONE
+        for name in SIZES:
+            kept_ops &= getattr(job.ops, name) == getattr(graph.ops, name)[ops]
+        ops = np.where(kept_ops, ops, NONE)
+        attributes = _attributes_of(graph, job, ops)
+        if attributes is None or len(job.ops.duration.values):
+            return None
+        return cls(job=job, tensors=np.where(same, tensors, NONE), ops=ops, attributes=attributes)
+
+    def of_graph(self, graph: Graph) -> JobGraph:
+        """The job that the passes make of another graph of the same structure, with the same at rest."""
+        job, old = self.job, graph.ops
+        rows = np.flatnonzero(self.tensors != NONE)
+        values = np.array(job.tensors.shape.values, np.int64)
+        where = _extents(graph.tensors.shape, self.tensors[rows])[1]
+        values[_extents(job.tensors.shape, rows)[1]] = graph.tensors.shape.values[where]
+        tensors = replace(job.tensors, shape=Ragged(job.tensors.shape.offsets, values))
+        sizes: dict[str, Any] = {
+            name: np.where(self.ops != NONE, getattr(old, name)[self.ops], getattr(job.ops, name))
+            for name in SIZES
+        }
+        ops = replace(job.ops, attribute_values=_attributes_from(job, graph, self.attributes), **sizes)
+        return replace(job, tensors=tensors, ops=ops, workload=graph.workload, passes=graph.passes)
+
+
+def _attributes_from(job: JobGraph, graph: Graph, attributes: Int64) -> tuple[Attributes, ...]:
+    """The job's attributes, of which some are a graph's."""
+    return tuple(
+        known if at == NONE else graph.ops.attribute_values[at]
+        for known, at in zip(job.ops.attribute_values, attributes.tolist(), strict=True)
+    )
 
 
 MOST_TIMES = 2

@@ -88,7 +88,7 @@ from echograph.ir.passes.rewrite import (
     empty_copy,
     in_micro_batch,
 )
-from echograph.ir.structure import Sized
+from echograph.ir.structure import Resizable, Sized
 
 PERSISTENT = (t.TensorRole.PARAMETER, t.TensorRole.GRADIENT, t.TensorRole.OPTIMIZER_STATE)
 
@@ -524,6 +524,16 @@ class ShardedGraph:
         """A call of old rows, of new ones."""
         block, begin, end, instance, micro_batch = call
         return block, self.ops[begin].start, self.ops[end - 1].stop, instance, micro_batch
+
+    def origins(self, job: JobGraph) -> tuple[Int64, Int64]:
+        """For each tensor and operation of the job that was made of it, the graph's that it was; -1 if added."""
+        tensors, ops = np.full(len(job.tensors), NONE), np.full(len(job.ops), NONE)
+        for made in self.blocks:
+            for (old, _), row in made.tensors.items():
+                tensors[row] = old
+        for old, rows in self.ops.items():
+            ops[rows.start] = old
+        return tensors, ops
 
     def bind(self, token: Callable[[int, int, str, int], Address] | None = None) -> None:
         """Adds all instances.
@@ -1241,6 +1251,13 @@ class DataParallel:
         job, writers, _ = self._written(graph, labels)
         return job, [writer.written for writer in writers]
 
+    def resizable(
+        self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None = None
+    ) -> tuple[JobGraph, list[list[PassLabel]], Resizable | None]:
+        """As `labelled`, with the job for other activations; None where that is not known."""
+        job, writers, blocks = self._written(graph, labels)
+        return job, [writer.written for writer in writers], Resizable.of(graph, job, *blocks.origins(job))
+
     def alike(self, graph: JobGraph, labels: Sequence[Sequence[PassLabel]]) -> ReplicasAlike:
         """The job graph of a pipeline's, for other sizes, too, where these do not decide what it is.
 
@@ -1263,18 +1280,15 @@ class DataParallel:
         buckets: tuple[FilledBucket, ...], ranks: int,
     ) -> Sized | None:  # fmt: skip
         """Where the sizes of the job come from."""
-        tensors, ops = np.full(len(job.tensors), NONE), np.full(len(job.ops), NONE)
+        tensors, ops = blocks.origins(job)
         shards = np.zeros(len(job.tensors), np.bool_)
         divides = writers[0].division
         for made in blocks.blocks:
             for (old, phase), row in made.tensors.items():
-                tensors[row] = old
                 shards[row] = phase == SHARDED and not divides.none and divides.cut(old)
         for writer in writers:
             for row, (old, shard) in writer.like.items():
                 tensors[row], shards[row] = old, shard
-        for old, rows in blocks.ops.items():
-            ops[rows.start] = old
         shards &= ranks > 1
         return Sized.of(
             graph, job, tensors, ops, shards=shards,

@@ -59,6 +59,7 @@ from echograph.ir.passes.model import (
     total_norms,
 )
 from echograph.ir.passes.rewrite import ACCUMULATE, UPDATE, Call, PassLabel, empty_copy, in_micro_batch
+from echograph.ir.structure import Resizable
 
 UnitInstance = tuple[int, int, int]
 """A unit where it runs: block, instance, and number of the unit in the block."""
@@ -734,6 +735,24 @@ class FullyShard:
         self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None = None
     ) -> tuple[JobGraph, list[list[PassLabel]]]:
         """The job graph, and for each of its programs what its calls are of; as `DataParallel.labelled`."""
+        writer, job = self._written(graph, labels)
+        return job.builder.build(JobGraph, whole=labels is None), [
+            schedule.labels for schedule in writer.schedules
+        ]
+
+    def resizable(
+        self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None = None
+    ) -> tuple[JobGraph, list[list[PassLabel]], Resizable | None]:
+        """As `labelled`, with the job for other activations; None where that is not known."""
+        writer, blocks = self._written(graph, labels)
+        job = blocks.builder.build(JobGraph, whole=labels is None)
+        known = Resizable.of(graph, job, *blocks.origins(job))
+        return job, [schedule.labels for schedule in writer.schedules], known
+
+    def _written(
+        self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None
+    ) -> tuple[_Writer, ShardedGraph]:
+        """What wrote the job graph, and its blocks and programs; as `labelled`."""
         shard, staged = self.replicas if self.shard is None else self.shard, isinstance(graph, JobGraph)
         check_sizes(self.replicas, self.micro_batches, staged)
         if shard < 1 or self.replicas % shard:
@@ -744,7 +763,7 @@ class FullyShard:
         gradients = frozenset(final_gradients(graph))
         division = Division(graph=graph, mesh=mesh, gradients=gradients, copies=(REPLICATE,))
         writer = _Writer(self, graph, division, self._how(graph), labels)
-        return writer.job(), [schedule.labels for schedule in writer.schedules]
+        return writer, writer.job()
 
     def _how(self, graph: Graph) -> How:
         staged = isinstance(graph, JobGraph)
@@ -771,7 +790,6 @@ class _Writer:
         how: How,
         labels: Sequence[Sequence[PassLabel]] | None,
     ) -> None:
-        self.whole = labels is None
         self.options, self.graph, self.division, self.how = options, graph, division, how
         self.staged = isinstance(graph, JobGraph)
         self.builder = empty_copy(graph)
@@ -806,7 +824,7 @@ class _Writer:
         ]
         return runs + [(call, UPDATE) for call in in_micro_batch(update, count - 1)]
 
-    def job(self) -> JobGraph:
+    def job(self) -> ShardedGraph:
         """Writes everything."""
         blocks, ops = [], dict[int, range]()
         scalars = {*total_norms(self.graph), *overflow_flags(self.graph)} if self.division.all_axes else set[int]()
@@ -833,7 +851,7 @@ class _Writer:
             self.builder.program(
                 calls, role=program.role or "replica", coordinates=program.coordinates, ranks=program.ranks
             )
-        return self.builder.build(JobGraph, whole=self.whole)
+        return job
 
     def _before(self) -> list[dict[int | None, list[UnitAction]]]:
         """Of each block, what is done before which operation; the programs that call it agree."""

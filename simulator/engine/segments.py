@@ -269,19 +269,19 @@ def _exchanges(job: JobGraph, key_of: list[Int64]) -> Int64:
     All messages under a key have to be such pairs, or the n-th send might meet another receive.
     """
     ops = job.ops
-    sends = np.flatnonzero((ops.kind[:-1] == OpKind.SEND) & (ops.kind[1:] == OpKind.RECV))
+    sends: Int64 = np.flatnonzero((ops.kind[:-1] == OpKind.SEND) & (ops.kind[1:] == OpKind.RECV))
     sends = sends[ops.stream[sends] != ops.stream[sends + 1]]
     if not len(sends):
         return sends
     apart = np.zeros(len(ops), np.bool_)
-    holders = np.zeros(1 + max(int(its.max(initial=NONE)) for its in key_of), np.int64)
+    holders = np.zeros(2 + max(int(its.max(initial=NONE)) for its in key_of), np.int64)
     for number, key in enumerate(key_of):
         holders[distinct(key[key != NONE])] += 1
         # A call that has the one without the other parts them, and so does a program in which they meet nobody.
         apart[sends] |= (key[sends] != key[sends + 1]) | np.isin(sends + 1, job.programs[number].calls[:, 1:3])
         apart[sends] |= (job.run_counts(number)[sends] > 0) & (key[sends] == NONE)
     while True:
-        pairs = sends[~apart[sends]]
+        pairs: Int64 = sends[~apart[sends]]
         alone = np.ones(len(ops), np.bool_)
         alone[pairs] = alone[pairs + 1] = False
         before = int(apart.sum())
@@ -295,7 +295,8 @@ def _exchanges(job: JobGraph, key_of: list[Int64]) -> Int64:
 
 def _within(rows: Int64, begin: int, end: int) -> Int64:
     """Those of ascending rows that are in a range."""
-    return rows[np.searchsorted(rows, begin) : np.searchsorted(rows, end)]
+    found: Int64 = rows[np.searchsorted(rows, begin) : np.searchsorted(rows, end)]
+    return found
 
 
 def _cut(job: JobGraph, number: int, edges: Edges, meets: np.ndarray) -> _Cut:

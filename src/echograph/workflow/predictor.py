@@ -24,7 +24,7 @@ from echograph.ir.passes.model import MICRO_BATCH_AXES
 from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, StagesAlike
 from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.passes.rewrite import UPDATE, PassLabel
-from echograph.ir.structure import structure
+from echograph.ir.structure import Resizable, at_rest, structure
 from echograph.profiler.costs.estimate import Known
 from echograph.simulator.durations import NetworkModel, message_ps
 from echograph.simulator.engine import composed
@@ -80,6 +80,7 @@ class Predictor:
         self._stages: dict[tuple[str, ...], StagesAlike] = {}
         self._structures: dict[Hashable, StagesAlike] = {}
         self._replicas: dict[Hashable, tuple[ReplicasAlike, ...]] = {}
+        self._resizable: dict[Hashable, tuple[Resizable, list[list[PassLabel]]]] = {}
         self._network = NetworkModel(system.cluster)
         self._costs: Known = {}
         self._cuts: composed.KnownCuts = {}
@@ -173,7 +174,8 @@ class Predictor:
             stand_for = [places[stage] for stage in alike.stand_for]
         elif isinstance(first, DataParallel | FullyShard):
             count, chunks, stand_for = first.micro_batches, 1, [0]
-            job, labels = replace(first, micro_batches=min(count, DISTINCT_MICRO_BATCHES)).labelled(step)
+            few = replace(first, micro_batches=min(count, DISTINCT_MICRO_BATCHES))
+            job, labels = self._resized(step, None, structure(step), few)
             orders = [composed.PassOrder.of([("forward", micro_batch, 0) for micro_batch in range(count)])]
         else:
             raise composed.NotAlike("the job is not of a pipeline or of data parallelism alone")
@@ -219,8 +221,10 @@ class Predictor:
         self, alike: StagesAlike, like: tuple[Hashable, str], data: DataParallel | FullyShard
     ) -> tuple[JobGraph, list[list[PassLabel]]]:
         """The stages of a pipeline over data-parallel ranks, with what their calls are of."""
-        if alike.sized is None or isinstance(data, FullyShard) or data.instances > 1:
+        if alike.sized is None:
             return data.labelled(alike.job, alike.labels)
+        if isinstance(data, FullyShard) or data.zero > 1 or data.instances > 1:
+            return self._resized(alike.job, alike.labels, like, data)
         # Another number of ranks changes sizes alone, but one, which has nothing to share.
         options = pass_text(replace(data, replicas=min(data.replicas, 2)))
         key = (*like, options)
@@ -232,6 +236,19 @@ class Predictor:
         if found.sized is not None:
             _keep(self._replicas, key, (*before, found))
         return found.job, found.labels
+
+    def _resized(
+        self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None, like: Hashable,
+        data: DataParallel | FullyShard,
+    ) -> tuple[JobGraph, list[list[PassLabel]]]:  # fmt: skip
+        """A graph over data-parallel ranks: once for all of its structure that differ in activations alone."""
+        key = like, pass_text(data), at_rest(graph)
+        if (known := self._resizable.get(key)) is not None:
+            return known[0].of_graph(graph), known[1]
+        job, made, found = data.resizable(graph, labels)
+        if found is not None:
+            _keep(self._resizable, key, (found, made))
+        return job, made
 
     def _result(self, plan: Plan, job: JobGraph, stack: str, step_ps: int, micro_batches: int) -> Result:
         replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from random import Random
 
@@ -93,3 +94,28 @@ def test_the_second_bound_counts_the_bubble(dense: StepGraph) -> None:
     own_ps = float((cost.forward_ps + cost.backward_ps)[2:].sum()) / 8
     assert few >= own_ps + first_layer_ps
     assert few > 1.02 * many
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_layer_waits_for_its_own_communication(dense: StepGraph, pp: int) -> None:
+    """Between ranks of tensor parallelism nothing is hidden, and the bound comes near; split passes may hide."""
+    system = _system("dgx-h100")
+    counted, kernels = Bounds(dense, system, Scenario()), Bounds(dense, system, Scenario(jitter=0.1))
+    base = {"gpus": 8 * pp, "tp": 8, "pp": pp, "global_batch": 32}
+    plan = Plan(**base)
+    step_ps = predict(dense, plan, system, memory=False)[0].step_ps
+    lower, higher = (bounds.second(plan, 8 * pp).step_ps for bounds in (kernels, counted))
+    assert 1.2 * lower < higher <= step_ps
+    without = counted.step(plan).backward_waits_ps.sum()
+    assert without > 0
+    if pp > 1:
+        split = counted.second(Plan(**base, schedule="zb-h1"), 16).step_ps
+        assert lower < split < higher
+
+
+def test_in_another_order_of_the_mesh_kernels_alone_count(dense: StepGraph) -> None:
+    system = _system("dgx-h100")
+    bounds, base = Bounds(dense, system, Scenario()), Plan(gpus=16, tp=8, global_batch=32)
+    assert bounds.step(base).forward_waits_ps.any()
+    cost = bounds.step(replace(base, mesh_order="dp-tp-cp-ep-pp"))
+    assert not cost.forward_waits_ps.any() and not cost.backward_waits_ps.any()

@@ -11,8 +11,10 @@ Two of them, the second tighter and dearer; a search asks for it only where the 
 
       step >= max over stages r of (m t_r + sum over i < r of (f_i + b_i)),
 
-  without what may run after a chunk has sent its result, a layer at most. Communication, the host, and what a
-  stage does beside its layers only make a step longer.
+  without what may run after a chunk has sent its result, a layer at most. A layer's kernels wait for its own
+  communication (tensor, context, expert parallelism): with the constants of the layer as a row of max-plus
+  matrices (`simulator.engine.segments`), clocks of the compute stream go on by at least the one from that stream
+  to itself. Other communication, the host, and what a stage does beside its layers only make a step longer.
 """
 
 from __future__ import annotations
@@ -30,11 +32,14 @@ from echograph.errors import EchoError
 from echograph.ir.columns import NONE, Bools, Float64
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.base import run, split_at_job
+from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.pipeline.placement import layer_of
 from echograph.ir.passes.pipeline.schedules import TURNING, ChunkOrder
 from echograph.ir.types import Gemm, OpKind, Phase, TensorRole
 from echograph.models.stacks import Stack, load_stack
 from echograph.profiler.costs.estimate import DTYPE_NAMES
+from echograph.simulator.durations import NetworkModel, durations
+from echograph.simulator.engine.segments import cut, transfer_matrix, work_of
 from echograph.workflow.plan import Plan, passes, schedule_of, with_kernels, with_stack
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
@@ -66,7 +71,13 @@ def _of_step(plan: Plan) -> Hashable:
     plan = with_stack(plan, load_stack(plan.stack)) if plan.stack else plan
     # Where tokens go once to a node, it counts which ranks are on one.
     by_node = () if plan.moe_dispatcher in ("", "alltoall") else (plan.pp, plan.mesh_order)
-    return (*(getattr(plan, name) for name in _OF_STEP), *by_node)
+    # In another order of the mesh, what the ranks of a step exchange takes another way.
+    return (*(getattr(plan, name) for name in _OF_STEP), *by_node, _as_usual(plan))
+
+
+def _as_usual(plan: Plan) -> bool:
+    """Whether ranks lie as they do where nothing is said: those that share a layer are neighbours."""
+    return plan.mesh_order == Plan().mesh_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +102,8 @@ class StepCost:
     Attributes:
         forward_ps: kernels of the forward pass of each layer.
         backward_ps: those of the backward pass, recomputation included.
+        forward_waits_ps: what these wait in the forward pass of each layer for its own communication.
+        backward_waits_ps: the same in the backward pass, where it runs in one piece.
         all_ps: of both passes, with what stands beside the layers.
         update_ps: of the optimizer.
         parameter_bytes: of all parameters.
@@ -101,6 +114,8 @@ class StepCost:
 
     forward_ps: Float64
     backward_ps: Float64
+    forward_waits_ps: Float64
+    backward_waits_ps: Float64
     all_ps: float
     update_ps: float
     parameter_bytes: float
@@ -122,6 +137,8 @@ class Bounds:
         self.graph, self.system = graph, system
         of_kernels = (s.factor for s in scenario.scales if not s.selector.startswith(_NOT_OF_KERNELS))
         self.shorter = min([1.0, *of_kernels])
+        # Another network, or communication that is made shorter, may let kernels wait less.
+        self.network = NetworkModel(system.cluster) if scenario == Scenario() and not system.profile else None
         self._steps: dict[Hashable, StepCost | EchoError] = {}
         self._keeps: dict[tuple[int, str], float] = {}
 
@@ -181,7 +198,8 @@ class Bounds:
     def _made(self, plan: Plan) -> StepCost | EchoError:
         try:
             of_step, _ = split_at_job(passes(plan, self.graph.workload, self.system.cluster))
-            return _cost(run(self.graph, of_step, to=StepGraph, verify=False), plan, self.system)
+            step = run(self.graph, of_step, to=StepGraph, verify=False)
+            return _cost(step, plan, self.system, self.network if _as_usual(plan) else None)
         except EchoError as error:
             return error
 
@@ -247,8 +265,8 @@ def _bytes_of(graph: StepGraph, role: TensorRole) -> Float64:
     return np.asarray(np.where(own, tensors.nbytes * instances, 0.0))
 
 
-def _cost(step: StepGraph, plan: Plan, system: System) -> StepCost:
-    """What a rank's step takes, by layers."""
+def _cost(step: StepGraph, plan: Plan, system: System, network: NetworkModel | None) -> StepCost:
+    """What a rank's step takes, by layers; without a network, kernels wait for nothing."""
     said = plan.stack or step.workload.stack
     timed = system.annotate(with_kernels(step, load_stack(said) if said else Stack(), system.device))
     ops = timed.ops
@@ -260,11 +278,15 @@ def _cost(step: StepGraph, plan: Plan, system: System) -> StepCost:
     forward = ops.phase == Phase.FORWARD
     backward = np.isin(ops.phase, (Phase.BACKWARD, Phase.RECOMPUTE))
     kept = _kept_by_op(timed)
-    forwards, backwards, keeps = _by_layer(timed, (time * forward, time * backward, kept))
+    waits = np.zeros(len(ops)) if network is None else _waits(timed, time, busiest, network)
+    columns = (time * forward, time * backward, kept, waits * forward, waits * backward)
+    forwards, backwards, keeps, before, behind = _by_layer(timed, columns)
     counts = timed.run_counts()
     return StepCost(
         forward_ps=forwards,
         backward_ps=backwards,
+        forward_waits_ps=before,
+        backward_waits_ps=behind,
         all_ps=float((time * (forward | backward) * counts).sum()),
         update_ps=float((time * (ops.phase == Phase.OPTIMIZER) * counts).sum()),
         parameter_bytes=float(_bytes_of(timed, TensorRole.PARAMETER).sum()),
@@ -272,6 +294,38 @@ def _cost(step: StepGraph, plan: Plan, system: System) -> StepCost:
         kept_bytes=keeps,
         all_kept_bytes=float((kept * counts).sum()),
     )
+
+
+def _waits(step: StepGraph, time: Float64, stream: int, network: NetworkModel) -> Float64:
+    """What a stream waits at least in each call of a layer, by the call's first operation; picoseconds.
+
+    Args:
+        step: of a rank, with durations.
+        time: of its kernels on the stream, which it waits beyond.
+        stream: the stream.
+        network: what communication takes.
+    """
+    found = np.zeros(len(step.ops))
+    try:
+        job = DataParallel(replicas=1)(step)
+        device = durations(job, network.cluster, network=network).picoseconds[:, None]
+    except EchoError:
+        return found  # which is said of the plan itself
+    segments = cut(job)
+    if segments is None or len(job.ops) != len(step.ops):
+        return found
+    work, lane = work_of(job, device, np.zeros_like(device)), 1 + stream
+    phases = np.isin(step.ops.phase, (Phase.BACKWARD, Phase.RECOMPUTE))
+    layers = [block.ops for block in step.blocks[1:]]
+    for kind in segments.kinds:
+        rows = slice(kind.rows.start, kind.rows.stop)
+        if kind.rendezvous or not any(rows.start in its for its in layers) or len({*phases[rows].tolist()}) > 1:
+            continue
+        matrix = transfer_matrix(kind, work)
+        if lane in matrix.lanes:
+            at = matrix.lanes.index(lane)
+            found[rows.start] = max(0.0, float(matrix.over[at, at, 0]) - float(time[rows].sum()))
+    return found
 
 
 def _kept_by_op(graph: StepGraph) -> Float64:
@@ -323,19 +377,23 @@ def _chunks(cost: StepCost, plan: Plan) -> list[slice]:
 
 
 def _step_ps(cost: StepCost, plan: Plan, micro_batches: int) -> float:
+    alone = not plan.overlap_moe_expert_parallel_comm
+    in_order = schedule_of(plan) in _BACK_IN_ORDER and alone
+    forwards = cost.forward_ps + (cost.forward_waits_ps if alone else 0.0)
+    backwards = cost.backward_ps + (cost.backward_waits_ps if in_order or (plan.pp == 1 and alone) else 0.0)
+    every = cost.all_ps + float((forwards - cost.forward_ps).sum() + (backwards - cost.backward_ps).sum())
     # The mean of all stages, which the slowest one is not below.
     updates = cost.update_ps if plan.zero == 0 else 0.0
-    longest = (micro_batches * cost.all_ps + updates) / plan.pp
+    longest = (micro_batches * every + updates) / plan.pp
     chunks = _chunks(cost, plan) if plan.pp > 1 else []
     if not chunks:
         return longest
-    in_order = schedule_of(plan) in _BACK_IN_ORDER and not plan.overlap_moe_expert_parallel_comm
     where = ChunkOrder(plan.pp, turns=schedule_of(plan) in TURNING)
     before = after = 0.0
     for stage in range(plan.pp):
         of_stage = (chunks[number] for number in where.chunks(stage, len(chunks)))
-        own = sum(float((cost.forward_ps[c] + cost.backward_ps[c]).sum()) for c in of_stage)
-        forward, backward = cost.forward_ps[chunks[stage]], cost.backward_ps[chunks[stage]]
+        own = sum(float((forwards[c] + backwards[c]).sum()) for c in of_stage)
+        forward, backward = forwards[chunks[stage]], backwards[chunks[stage]]
         # What a chunk sends may be made before the last of its kernels run: the layer at its end is not counted.
         after_own = after - float(backward[0]) if in_order else 0.0
         longest = max(longest, micro_batches * own + before + max(0.0, after_own))
