@@ -163,7 +163,7 @@ def _megatron(of: _Asked) -> str:
 
 
 def _megatron_loss(of: _Asked) -> list[str]:
-    """Its loss is eager unless told; `Fuse` within modules compiles it function by function, as it does when told."""
+    """Its loss is eager unless told; `Fuse` within modules compiles it function by function, as that does."""
     compiled = bool(of.plan.stack) and load_stack(of.plan.stack).fuse == "modules"
     fused = ["--cross-entropy-loss-fusion"]
     if compiled and of.plan.loss == "eager":
@@ -279,6 +279,7 @@ def _torchtitan(of: _Asked) -> str:
     if plan.pp > 1:
         schedules = {
             "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "gpipe": "GPipe", "zb-v": "ZBVZeroBubble",
+            "dualpipe-v": "DualPipeV",
         }  # fmt: skip
         if (schedule := schedules.get(schedule_of(plan))) is None:
             raise of.refusal("schedule")
