@@ -909,8 +909,8 @@ class Pipeline:
         layers: layers of each chunk in the order of the model; None splits evenly, and the first chunks take one
             more where it does not divide. The first may have 0, then it has the embedding alone, and so may the
             last. `schedules.split_layers` makes them from Megatron-LM's options.
-        overlap_experts: whether a forward and the backward beside it run as one pass (`schedules.paired`), in which
-            either computes while the other exchanges rows of experts (`interleaved`).
+        overlap_experts: whether a forward and the backward beside it run as one pass (`schedules.paired`),
+            in which either computes while the other exchanges rows of experts (`interleaved`).
         scatter_gather: each tensor-parallel rank sends a piece of an activation that all of them have, and those
             of the next stage gather it (Narayanan et al. 2021, section 4.1).
     """
