@@ -272,6 +272,9 @@ def plan_command(
         list[str] | None,
         typer.Option(help="Write the best as FORMAT:FILE: plan, megatron, deepspeed, torchtitan or accelerate."),
     ] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="Keep predicted plans in this file, and go on from those that it has.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best as a plan file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -290,7 +293,7 @@ def plan_command(
         raise UsageError("--compare-clusters: writes no plan and takes no --cluster: leave the others out")
     check_outputs({"the graph": graph}, files)
     if moves is not None:
-        asked = (fix, over, write, output, compare_clusters, objective, max_memory, limit)
+        asked = (fix, over, write, output, compare_clusters, objective, max_memory, limit, journal)
         if any(asked) or top != 10 or training_options.tokens or where != WorkerOptions():
             raise UsageError("--moves: begins with the plan of the options, and takes nothing of a search besides")
         _improve(graph, Plan(**plan), system_options, scenario, moves, as_json)
@@ -305,6 +308,7 @@ def plan_command(
             "over": axes, "objective": objective or ("gpus" if training_options.days else "step"), "where": where,
             "max_memory_bytes": size("--max-memory", max_memory), "time_s": inf if limit is None else limit,
             "most_step_s": most_step_s(loaded, base.global_batch, training_options), "say": say,
+            "journal_path": journal,
         }  # fmt: skip
         if compare_clusters is not None:
             names = [name.strip() for name in compare_clusters.split(",")]
