@@ -1,7 +1,7 @@
 """Answers of a search on the disk: one that is lost, killed or interrupted goes on from them, wherever it ran.
 
-The file is a journal as that of a sweep (`sweep.store`). An answer is found by what was asked: the plan on this graph,
-system and scenario, for this objective; so a search of another space over the same file repeats no plan, either.
+The file is a journal as that of a sweep (`sweep.store`). An answer is found by what was asked: the plan on this
+graph, system and scenario, for this objective; so a search of another space over the same file repeats no plan.
 """
 
 from __future__ import annotations

@@ -237,8 +237,11 @@ def _deepspeed(of: _Asked) -> str:
         "gradient_accumulation_steps": sizes.micro_batches,
         "zero_optimization": {"stage": of.get("zero")},
     }
-    if of.plan.zero in (1, 2) and of.get("overlap_grad_reduce") is not None:
-        config["zero_optimization"]["overlap_comm"] = of.plan.overlap_grad_reduce
+    of.asked.add("overlap_grad_reduce")
+    # What the plan's stack does beside backward DeepSpeed does with stages 1 and 2 only when told.
+    told = with_stack(of.plan, load_stack(of.plan.stack)) if of.plan.stack else of.plan
+    if of.plan.zero in (1, 2) and told.overlap_grad_reduce is not None:
+        config["zero_optimization"]["overlap_comm"] = told.overlap_grad_reduce
     precision = of.get("precision") or sizes.dtype
     if precision in ("bf16", "fp16"):
         config[precision] = {"enabled": True}
