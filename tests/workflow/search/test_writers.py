@@ -92,6 +92,7 @@ def test_deepspeed_multiplies_to_the_batch() -> None:
 def test_deepspeed_is_told_what_the_stack_does_beside_backward(words: dict[str, Any], said: bool | None) -> None:
     config = json.loads(text("deepspeed", Plan(gpus=64, zero=2, global_batch=64, **words)))
     assert config["zero_optimization"].get("overlap_comm") is said
+    assert config["zero_optimization"].get("reduce_bucket_size") == (64_000_000 if said else None)
 
 
 def test_deepspeed_reads_it(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from echograph.errors import UnknownNameError, UsageError
+from echograph.ir.passes.data_parallel import zero_bucket_elements
 from echograph.models.stacks import load_stack
 from echograph.options import option_name
 from echograph.workflow.plan import Plan, schedule_of, with_stack
@@ -242,6 +243,8 @@ def _deepspeed(of: _Asked) -> str:
     told = with_stack(of.plan, load_stack(of.plan.stack)) if of.plan.stack else of.plan
     if of.plan.zero in (1, 2) and told.overlap_grad_reduce is not None:
         config["zero_optimization"]["overlap_comm"] = told.overlap_grad_reduce
+        if told.overlap_grad_reduce:
+            config["zero_optimization"]["reduce_bucket_size"] = zero_bucket_elements(sizes.data_ranks)
     precision = of.get("precision") or sizes.dtype
     if precision in ("bf16", "fp16"):
         config[precision] = {"enabled": True}
