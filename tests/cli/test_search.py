@@ -80,7 +80,7 @@ def test_the_longest_sequence_is_of_the_model_that_the_graph_was_compiled_of(
     asked = ("echosim", "run", graph, "--gpus", 8, "--set", "cluster.node.memory_GiB=1.3")
     record = cli(*asked, "--what-fits", "-m", tiny_config, "--json").json()
     (sequence,) = (one for one in record["largest"] if one["of"] == "sequence")
-    assert sequence["size"] and sequence["size"] % 64 == 0 or sequence["error"]
+    assert (sequence["size"] and sequence["size"] % 64 == 0) or sequence["error"]
     other = cli(*asked, "--what-fits", "-m", "gpt2")
     assert other.status == 2 and "--model gpt2: at 64 tokens it is another step than the graph's" in other.err
     alone = cli(*asked, "-m", "gpt2")
