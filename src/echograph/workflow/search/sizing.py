@@ -324,11 +324,10 @@ def longer(graph: StepGraph, model: str) -> Callable[[int], StepGraph]:
     from echograph.workflow.compile import compile
 
     workload = graph.workload
+    spec = replace(StepSpec(), dtype=workload.dtype.name.lower())
 
     def capture(tokens: int) -> StepGraph:
-        return compile(
-            model, StepSpec(dtype=workload.dtype.name.lower()), batch_size=workload.batch_size, seq_len=tokens
-        )
+        return compile(model, spec, batch_size=workload.batch_size, seq_len=tokens)
 
     own = capture(workload.sequence_length)
     its, said = ((s.workload.model_flops, s.unfolded_ops) for s in (own, graph))
