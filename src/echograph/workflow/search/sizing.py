@@ -324,7 +324,8 @@ def longer(graph: StepGraph, model: str) -> Callable[[int], StepGraph]:
     from echograph.workflow.compile import compile
 
     workload = graph.workload
-    spec = replace(StepSpec(), dtype=workload.dtype.name.lower())
+    of_graph: dict[str, Any] = {"dtype": workload.dtype.name.lower()}
+    spec = StepSpec(**of_graph)
 
     def capture(tokens: int) -> StepGraph:
         return compile(model, spec, batch_size=workload.batch_size, seq_len=tokens)
