@@ -33,6 +33,10 @@ from echograph.simulator.simulate import MAX_EVENTS
 from echograph.simulator.tasks import HOST, TaskGraph
 from echograph.units import to_ps, to_s
 
+MOST_STEPS = 10_000
+"""Of one job, while the slowest has one."""
+LONGEST_PS = 2**60
+"""Of one read or write."""
 MOST_LINKS = 5
 """Contended links that are told."""
 
@@ -268,12 +272,13 @@ def _ends(parts: list[_Part], repeats: list[int], topology: Topology, *, storage
     from echograph.simulator.engine import events
 
     width = max(len(part.columns) for part in parts)
-    runs = [_repeated(part, count, storage) for part, count in zip(parts, repeats, strict=True)]
-    if sum(len(run.tasks) * len(part.columns) for run, part in zip(runs, parts, strict=True)) > MAX_EVENTS:
+    events_of_all = sum(_size(part) * len(part.columns) * n for part, n in zip(parts, repeats, strict=True))
+    if events_of_all > MAX_EVENTS or max(repeats) > MOST_STEPS:
         raise SimulationError(
-            f"the jobs' steps have more than {MAX_EVENTS:,} tasks: give smaller jobs, or some whose steps are "
-            "more alike"
+            f"the jobs' steps have more than {MAX_EVENTS:,} tasks, or one job {MOST_STEPS:,} steps while another "
+            "has one: give smaller jobs, or some whose steps are more alike"
         )
+    runs = [_repeated(part, count, storage) for part, count in zip(parts, repeats, strict=True)]
     shared = share([part.loading for part in parts], topology)
     sharing = _side_by_side([_with_storage(s, r) for s, r in zip(shared, runs, strict=True)], width)
     tasks = _one_after_the_other([run.tasks for run in runs])
@@ -315,8 +320,12 @@ def _repeated(part: _Part, count: int, storage: bool) -> _Run:
     read_ps, write_ps = (
         to_ps(n / io.bytes_per_s) if io.bytes_per_s else 0 for n in (io.read_bytes, io.checkpoint_bytes)
     )
-    # Behind a step stand four tasks of each program: it reads, writes, and waits on its host and on its reader.
-    size, lanes = len(step) + 4 * programs, step.resources // programs
+    if max(read_ps, write_ps) > LONGEST_PS:
+        raise SimulationError(
+            f"{part.placed.name}: what a step reads or writes takes the storage more than "
+            f"{to_s(LONGEST_PS) / 86_400:.0f} days: give --storage-gbps more"
+        )
+    size, lanes = _size(part), step.resources // programs
     its = np.arange(programs, dtype=np.int32)
     reader, writer, host = step.resources + its, step.resources + programs + its, its * lanes
     last = _last_of_resources(step)
@@ -361,6 +370,11 @@ def _repeated(part: _Part, count: int, storage: bool) -> _Run:
         reads=(read[None] + size * np.arange(count if io.bytes_per_s else 0)[:, None]).ravel(),
         bytes_per_s=io.bytes_per_s,
     )
+
+
+def _size(part: _Part) -> int:
+    """Tasks of a step, and behind it of each program: it reads, writes, and waits on its host and its reader."""
+    return len(part.tasks) + 4 * len(part.placed.roles.job.programs)
 
 
 def _last_of_resources(step: TaskGraph) -> list[int]:

@@ -12,6 +12,11 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -185,16 +190,52 @@ def plain_attention_masks() -> Iterator[None]:
     Where they see fake tensors or an export, they assume packed sequences and masks that vary, because they
     cannot look at the values; the mask they build then keeps causal attention off the flash kernel.
     """
-    masking = sys.modules.get("transformers.masking_utils")
     replaced = {"find_packed_sequence_indices": lambda *_: None, "is_torchdynamo_exporting": lambda: False}
-    originals = {name: getattr(masking, name) for name in replaced if hasattr(masking, name)}
-    for name in originals:
-        setattr(masking, name, replaced[name])
+    originals: dict[str, Any] = {}
+
+    def replace_in(masking: ModuleType) -> None:
+        originals.update({name: getattr(masking, name) for name in replaced if hasattr(masking, name)})
+        for name in originals:
+            setattr(masking, name, replaced[name])
+
+    later = _WhenImported(_MASKING, replace_in)
+    if (masking := sys.modules.get(_MASKING)) is not None:
+        replace_in(masking)
+    else:
+        sys.meta_path.insert(0, later)
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(masking, name, original)
+        if later in sys.meta_path:
+            sys.meta_path.remove(later)
+        if (masking := sys.modules.get(_MASKING)) is not None:
+            for name, original in originals.items():
+                setattr(masking, name, original)
+
+
+_MASKING = "transformers.masking_utils"
+
+
+class _WhenImported(MetaPathFinder):
+    """Changes a module once it is imported: scripts import what they use when they run."""
+
+    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
+        self.name, self.change = name, change
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def changed(module: ModuleType) -> None:
+                execute(module)
+                self.change(module)
+
+            spec.loader.exec_module = changed  # type: ignore[method-assign]
+        return spec
 
 
 @contextmanager

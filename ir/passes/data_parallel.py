@@ -590,6 +590,11 @@ class Bucket:
         return self.dtype.nbytes(ceil(self.elements / step) * step)
 
 
+def zero_bucket_elements(ranks: int) -> int:
+    """Elements at which a bucket of gradients closes with ZeRO, unless it is said: those of Megatron-LM."""
+    return max(40_000_000, 1_000_000 * ranks)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """When a bucket is full.
@@ -606,7 +611,7 @@ class Limits:
         """Bytes at which a bucket closes."""
         if first and self.first_nbytes is not None:
             return self.first_nbytes
-        return bucket.dtype.nbytes(max(40_000_000, 1_000_000 * ranks)) if self.nbytes is None else self.nbytes
+        return bucket.dtype.nbytes(zero_bucket_elements(ranks)) if self.nbytes is None else self.nbytes
 
 
 def fill(tensors: Iterable[tuple[int, t.Tensor]], mesh: tuple[Axis, ...], limits: Limits) -> list[Bucket]:

@@ -45,6 +45,8 @@ _POINTWISE = {
     "aten.tanh", "aten.tanh_backward", "aten.threshold_backward", "aten.where",
 }  # fmt: skip
 _REDUCTIONS = ("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.var")
+_WITH_PLACES = ("aten.max", "aten.min")
+"""Reductions that also say where what they leave stood: reductions like the others where nobody reads that."""
 _NORMS = ("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
 _MAKERS = {"modules": "fused", "layers": "compiled", "step": "compiled"}
 """What the names of kernels begin with, by where they fuse: who makes them."""
@@ -124,7 +126,8 @@ def fuse_regions(job: JobGraph, regions: Sequence[KernelRegion | None]) -> JobGr
     """A captured job in which the regions of its script are kernels.
 
     Other than in `Fuse`, random numbers of a dropout join a kernel, too, and what a script keeps for backward is
-    kept: its own functions say so.
+    kept: its own functions say so. What a compiled region writes in place joins as well: a compiler works out new
+    values, and writes the last of them over the first.
 
     Args:
         job: with a region, or none, for each row of its operations.
@@ -156,6 +159,7 @@ class _Finder:
         self.found: list[_Kernel] = []
         names = [graph.strings[name] for name in graph.ops.name.tolist()]
         self.eager = {self._area(row) for row, name in enumerate(names) if name in unfused}
+        self.read = set(graph.ops.inputs.values.tolist()) if regions else set[int]()
 
     def kernels(self) -> list[_Kernel]:
         """The kernels, those of one operation among them."""
@@ -305,11 +309,20 @@ class _Finder:
         return first
 
     def _name(self, row: int) -> str:
+        """What an operation is called; in a compiled region, as if it wrote nothing in place."""
         name: str = self.graph.strings[self.graph.ops.name[row]]
-        return name
+        return name.removesuffix("_") if self._compiled(row) else name
+
+    def _compiled(self, row: int) -> bool:
+        region = self.regions[row] if self.regions else None
+        return region is not None and region.maker == COMPILED
 
     def _reduces(self, row: int) -> bool:
-        return self._name(row) in _REDUCTIONS
+        name = self._name(row)
+        if name in _WITH_PLACES and self._compiled(row):
+            _, *places = self.graph.ops.outputs.row(row)
+            return len(places) == 1 and places[0] not in self.read
+        return name in _REDUCTIONS
 
     def _is_of_rows(self, before: int, after: int) -> bool:
         """Whether a reduction leaves one element of each row."""
@@ -328,14 +341,15 @@ class _Finder:
         ops, outputs = self.graph.ops, self.graph.ops.outputs.row(row)
         plain = ops.kinds[row] == t.OpKind.COMPUTE and not ops.flops[row]
         random = bool(self.regions) and self._name(row) == _RANDOM
+        more = random or (self._name(row) in _WITH_PLACES and self._reduces(row))
         return bool(
             plain
             and self._is_inside(row)
             and (random or self._name(row) in _POINTWISE or self._reduces(row))
             and ops.attributes[row] == NONE
             and not ops.is_view[row]
-            and len(outputs) == 1 + random
-            and self.graph.tensors.alias_of[outputs[0]] == NONE
+            and len(outputs) == 1 + more
+            and (self._compiled(row) or self.graph.tensors.alias_of[outputs[0]] == NONE)
         )
 
     def _is_inside(self, row: int) -> bool:
@@ -517,6 +531,16 @@ class _Writer(StepWriter):
         elif op.id > kernel.at and self.graph.ops.is_view[op.id]:
             self._view(op.id)
 
+    def tensor(self, index: int, **changes: object) -> int:
+        """As `StepWriter.tensor`; what is written over a result that is not there is over what that was over."""
+        tensors = self.graph.tensors
+        before = at = int(tensors.alias_of[index])
+        while at != NONE and int(self.graph.maker[at]) in self.traffic.of and at not in self.traffic.outside:
+            at = int(tensors.alias_of[at])
+        if at != before and index not in self.part.tensors:
+            changes["alias_of"] = None if at == NONE else at
+        return super().tensor(index, **changes)
+
     def _other(self, op: t.Op) -> None:
         """An operation of no kernel: what shows a result that is not there is not there, either."""
         inputs = self.graph.ops.inputs.row(op.id)
@@ -554,7 +578,7 @@ class _Writer(StepWriter):
             deps=sorted({self.part.ops[dep] for dep in waits if traffic.of.get(dep) is not kernel}),
             forward_op=self.part.ops[forward] if forward is not None and forward >= 0 else forward,
             bytes_read=traffic.nbytes(read),
-            bytes_written=sum(graph.tensors[i].nbytes for i in kept),
+            bytes_written=traffic.nbytes(kept),
             durations=_issued([graph.ops[row] for row in kernel.rows]),
         )
         self.part.ops |= dict.fromkeys((*kernel.rows, *kernel.views), new)

@@ -74,6 +74,19 @@ def test_the_gpus_for_a_training_and_what_fits_are_told(cli: Any, graph: Path) -
     assert "1 GPUs at least" in text
 
 
+def test_the_longest_sequence_is_of_the_model_that_the_graph_was_compiled_of(
+    cli: Any, graph: Path, tiny_config: Path
+) -> None:
+    asked = ("echosim", "run", graph, "--gpus", 8, "--set", "cluster.node.memory_GiB=1.3")
+    record = cli(*asked, "--what-fits", "-m", tiny_config, "--json").json()
+    (sequence,) = (one for one in record["largest"] if one["of"] == "sequence")
+    assert (sequence["size"] and sequence["size"] % 64 == 0) or sequence["error"]
+    other = cli(*asked, "--what-fits", "-m", "gpt2")
+    assert other.status == 2 and "--model gpt2: at 64 tokens it is another step than the graph's" in other.err
+    alone = cli(*asked, "-m", "gpt2")
+    assert alone.status == 2 and "give --what-fits as well" in alone.err
+
+
 def test_clusters_are_compared(cli: Any, graph: Path) -> None:
     asked = ("--gpus", 8, "--global-batch", 16, *FEW, "--fix", "zero=0", "--train-tokens", "1B")
     rows = cli("echosim", "plan", graph, *asked, "--compare-clusters", "dgx-h100,dgx-a100", "--json").json()

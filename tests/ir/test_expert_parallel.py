@@ -467,23 +467,24 @@ def test_refuses_experts_whole_where_ranks_have_the_same_tokens() -> None:
 
 
 @cache
-def piped(overlap: bool) -> JobGraph:
+def piped(overlap: bool, schedule: str = "interleaved") -> JobGraph:
     changes = SMALL | CHANGES["qwen3-30b-a3b"] | {"num_hidden_layers": 4}
     entry = get_model("qwen3-30b-a3b").with_config(**changes)
     local = ExpertParallel(size=4)(compile_entry(entry, StepSpec(), batch_size=BATCH, seq_len=POSITIONS))
-    pipeline = Pipeline(stages=2, micro_batches=4, schedule="interleaved", chunks=2, overlap_experts=overlap)
+    pipeline = Pipeline(stages=2, micro_batches=4, schedule=schedule, chunks=2, overlap_experts=overlap)
     return pipeline(local)
 
 
-def test_a_pass_exchanges_while_the_one_beside_it_computes() -> None:
+@pytest.mark.parametrize("schedule", ["interleaved", "dualpipe-v"])
+def test_a_pass_exchanges_while_the_one_beside_it_computes(schedule: str) -> None:
     """Paired passes run what they would run alone; the other's work stands between an exchange and its reader."""
-    for alone, paired in zip(piped(False).programs, piped(True).programs, strict=True):
+    for alone, paired in zip(piped(False, schedule).programs, piped(True, schedule).programs, strict=True):
         runs = [
             Counter((block, row, *where) for block, begin, end, *where in calls for row in range(begin, end))
             for calls in (alone.calls.tolist(), paired.calls.tolist())
         ]
         assert runs[0] == runs[1]
-    job = piped(True)
+    job = piped(True, schedule)
     hidden = exchanged = 0
     calls = job.programs[0].calls.tolist()
     for before, after in pairwise(calls):
@@ -491,11 +492,13 @@ def test_a_pass_exchanges_while_the_one_beside_it_computes() -> None:
         if last.name == "ep.all_to_all":
             exchanged += 1
             hidden += job.ops[after[1]].phase != last.phase
-    assert hidden > 0.5 * exchanged > 0
+    # Few of so few micro-batches are in the steady state of dualpipe-v.
+    assert hidden > (0.5 if schedule == "interleaved" else 0.2) * exchanged > 0
 
 
-def test_pairing_hides_the_exchange_of_experts() -> None:
-    plan = Plan(gpus=32, pp=2, vpp=2, ep=16, global_batch=64, micro_batch=1)
+@pytest.mark.parametrize("schedule", ["", "dualpipe-v"])
+def test_pairing_hides_the_exchange_of_experts(schedule: str) -> None:
+    plan = Plan(gpus=32, pp=2, vpp=2, ep=16, global_batch=128, micro_batch=1, schedule=schedule)
     entry = get_model("qwen3-30b-a3b").with_config(num_hidden_layers=4)
     graph = compile_entry(entry, StepSpec(), batch_size=1, seq_len=1024)
     results = [
@@ -508,7 +511,7 @@ def test_pairing_hides_the_exchange_of_experts() -> None:
 
 
 def test_pairs_are_of_interleaved_chunks() -> None:
-    with pytest.raises(PlanError, match="are of schedule interleaved"):
+    with pytest.raises(PlanError, match="are of schedule dualpipe-v or interleaved"):
         Pipeline(stages=2, micro_batches=4, overlap_experts=True)(ExpertParallel(size=4)(step()))
 
 

@@ -94,3 +94,60 @@ def test_a_kernel_runs_before_what_waits_for_a_part_of_it_and_after_what_a_part_
     assert list(fused.ops.deps.row(kernel)) == [names(fused).index("aten.first")]
     assert list(fused.ops.deps.row(names(fused).index("aten.waits"))) == [kernel]
     assert kernel < names(fused).index("aten.waits")
+
+
+def in_place(job: Job, name: str, over: int, read: list[int], region: KernelRegion | None) -> int:
+    """An operation that writes its result over a tensor."""
+    made = job.builder.tensor(
+        f"{name}.{len(job.regions)}", (SIZE, SIZE), DType.BF16, TensorRole.ACTIVATION, alias_of=over
+    )
+    job.builder.compute(
+        f"aten.{name}", phase=Phase.FORWARD, inputs=[over, *read], outputs=[made],
+        bytes_read=2 * SIZE * SIZE, bytes_written=2 * SIZE * SIZE,
+    )  # fmt: skip
+    job.regions.append(region)
+    return made
+
+
+def softmax_in_place(maker: str) -> JobGraph:
+    """As Megatron-LM's fused cross-entropy has it: a copy, then less its rows' most, then its exponentials."""
+    job, region = Job(), KernelRegion(maker, 1)
+    given, most = job.tensor("given", TensorRole.INPUT), job.tensor("most", TensorRole.INPUT)
+    (copied,) = job.add("mm", [given], None)
+    less = in_place(job, "sub_", copied, [most], region)
+    exponentials = in_place(job, "exp", less, [], region)
+    job.add("mm", [exponentials], None)
+    return job.fused()
+
+
+def test_what_a_compiled_region_writes_in_place_is_written_once() -> None:
+    fused = softmax_in_place(COMPILED)
+    assert names(fused) == ["aten.mm", "compiled.exp", "aten.mm"]
+    kernel = fused.ops[1]
+    assert isinstance(kernel, Compute)
+    # The most of each row is as large as all here.
+    assert (kernel.bytes_read, kernel.bytes_written) == (4 * SIZE * SIZE, 2 * SIZE * SIZE)
+    # What is written over the copy is still the copy's memory.
+    (made,) = kernel.outputs
+    assert fused.tensors[made].alias_of == fused.ops[0].outputs[0]
+
+
+def test_a_kernel_written_by_hand_is_told_by_its_own_functions() -> None:
+    assert names(softmax_in_place(FUSED)) == ["aten.mm", "aten.sub_", "aten.exp", "aten.mm"]
+
+
+def test_a_maximum_whose_place_nobody_reads_joins_a_compiled_region() -> None:
+    def found(*, read: bool) -> list[str]:
+        job, region = Job(), KernelRegion(COMPILED, 1)
+        (scaled,) = job.add("mul", [job.tensor("given", TensorRole.INPUT)], region)
+        rows = [job.builder.tensor(f"rows{i}", (SIZE, 1), DType.BF16, TensorRole.ACTIVATION) for i in range(2)]
+        job.builder.compute(
+            "aten.max", phase=Phase.FORWARD, inputs=[scaled], outputs=rows, bytes_read=2 * SIZE * SIZE,
+            bytes_written=4 * SIZE,
+        )  # fmt: skip
+        job.regions.append(region)
+        job.add("mm", [scaled, rows[read]], None)
+        return names(job.fused())
+
+    assert found(read=False) == ["compiled.norm", "aten.mm"]
+    assert found(read=True) == ["aten.mul", "aten.max", "aten.mm"]

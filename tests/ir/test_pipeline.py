@@ -66,6 +66,7 @@ PLANS = [
     Pipeline(stages=4, micro_batches=8, schedule="interleaved", chunks=2, layers=(1, 1, 1, 1, 1, 1, 1, 5)),
     Pipeline(stages=3, micro_batches=2, layers=(6, 1, 5)),
     Pipeline(stages=3, micro_batches=7, schedule="zb-v", chunks=2),
+    Pipeline(stages=3, micro_batches=7, schedule="dualpipe-v", chunks=2),
 ]
 
 
@@ -242,6 +243,12 @@ def test_folding_changes_nothing(plan: Pipeline) -> None:
     assert len(unfolded.blocks) < len(folded.blocks)
     assert makespan(folded) == makespan(unfolded)
     assert [runs(folded, s) for s in range(plan.stages)] == [runs(unfolded, s) for s in range(plan.stages)]
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (3, 9), (6, 20)])
+def test_dualpipe_v_waits_at_the_ends_of_a_step_alone(stages: int, micro_batches: int) -> None:
+    job = Pipeline(stages=stages, micro_batches=micro_batches, schedule="dualpipe-v", chunks=2)(step())
+    assert makespan(job) == (6 * micro_batches + stages - 1) * (LAYERS // (2 * stages) * FORWARD)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 3), (2, 9), (3, 5), (6, 11), (6, 20)])

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from echograph.errors import PlanError, UnknownNameError
-from echograph.ir.passes.pipeline.schedules import Action, ChunkOrder, order
+from echograph.ir.passes.pipeline.schedules import Action, ChunkOrder, order, paired
 
 SHAPES = [
     ("gpipe", 4, 8, 1),
@@ -69,6 +69,108 @@ def test_zb_v_is_that_of_pytorch(stages: int, micro_batches: int) -> None:
         assert order("zb-v", stage, stages, micro_batches, 2) == passes
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4, 7])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_dualpipe_v_is_that_of_pytorch(stages: int, more: int) -> None:
+    theirs = pytest.importorskip("torch.distributed.pipelining.schedules").ScheduleDualPipeV
+    schedule = theirs.__new__(theirs)
+    schedule.pp_group_size, schedule.num_stages, schedule._n_microbatches = stages, 2 * stages, 2 * stages + more
+    for stage in range(stages):
+        passes, pairs = [], set()
+        for each in schedule._calculate_single_rank_operations(stage):
+            if each.sub_actions:
+                pairs.add(len(passes))
+            for action in each.sub_actions or (each,):
+                what = action.microbatch_index, int(action.stage_index != stage)
+                whole = action.computation_type.name == "FULL_BACKWARD"
+                kinds = ("backward", "weight") if whole else (KINDS[action.computation_type.name],)
+                passes += [(kind, *what) for kind in kinds]
+        assert order("dualpipe-v", stage, stages, 2 * stages + more, 2) == passes
+        assert paired("dualpipe-v", passes) == pairs
+
+
+def units(schedule: str, passes: list[Action], pair: int | None) -> list[list[Action]]:
+    """The passes of a stage as what ends at once: pairs that take a time of their own, and whole backwards."""
+    places, found, at = paired(schedule, passes), list[list[Action]](), 0
+    while at < len(passes):
+        whole = passes[at][0] == "backward" and passes[at + 1 : at + 2] == [("weight", *passes[at][1:])]
+        count = 1 if pair is None else 3 if at in places else 2 if whole else 1
+        found.append(passes[at : at + count])
+        at += count
+    return found
+
+
+def makespan(
+    schedule: str, stages: int, micro_batches: int, times: dict[str, int], pair: int | None = None
+) -> int:
+    """When the last of two chunks' passes ends, if what crosses stages takes no time.
+
+    Args:
+        schedule: whose chunks turn.
+        stages: how many.
+        micro_batches: how many.
+        times: of each kind of pass.
+        pair: of a forward and a whole backward that run together; None: one after the other, as they stand.
+    """
+    where = ChunkOrder(stages, turns=True)
+    queues = [units(schedule, order(schedule, stage, stages, micro_batches, 2), pair) for stage in range(stages)]
+    ended: dict[tuple[str, int, int], int] = {}
+    free, last = [0] * stages, 2 * stages - 1
+    while any(queues):
+        moved = False
+        for stage, queue in enumerate(queues):
+            while queue:
+                these = [(kind, m, where.chunks(stage, 2 * stages)[local]) for kind, m, local in queue[0]]
+                before = {
+                    (kind, m, chunk): {
+                        "forward": ("forward", m, chunk - 1),
+                        "backward": ("backward", m, chunk + 1) if chunk < last else ("forward", m, chunk),
+                        "weight": ("backward", m, chunk),
+                    }[kind]
+                    for kind, m, chunk in these
+                }
+                needs = [need for need in before.values() if need[2] >= 0 and need not in these]
+                if not all(need in ended for need in needs):
+                    break
+                took = pair if len(these) == 3 and pair is not None else sum(times[kind] for kind, _, _ in these)
+                free[stage] = max([free[stage], *(ended[need] for need in needs)]) + took
+                ended |= dict.fromkeys(these, free[stage])
+                queue.pop(0)
+                moved = True
+        assert moved, "stages wait for each other"
+    return max(free)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("micro_batches", [2, 3, 8])
+def test_dualpipe_v_waits_as_its_paper_says(stages: int, micro_batches: int) -> None:
+    """(PP / 2 - 1) (F&B + B - 3 W) on the first stage, which has the model's ends, for PP chunks.
+
+    Passes are of one length, and a pair hides its forward. B counts the gradients of weights.
+    """
+    count, unit = micro_batches * stages, 10
+    forward, backward, weights, both = unit, 2 * unit, unit, 2 * unit
+    times = {"forward": forward, "backward": unit, "weight": weights}
+    pairs = len(paired("dualpipe-v", order("dualpipe-v", 0, stages, count, 2)))
+    busy = 2 * count * (forward + backward) - pairs * (forward + backward - both)
+    bubble = (stages - 1) * (both + backward - 3 * weights)
+    assert makespan("dualpipe-v", stages, count, times, both) == busy + bubble
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_dualpipe_v_one_after_the_other_waits_as_zb_v_does(stages: int) -> None:
+    times = {"forward": 10, "backward": 10, "weight": 10}
+    for schedule in ("dualpipe-v", "zb-v"):
+        assert makespan(schedule, stages, 4 * stages, times) == 2 * 4 * stages * 30 + (stages - 1) * 10
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_dualpipe_v_holds_a_micro_batch_more_than_there_are_chunks(stages: int) -> None:
+    for stage in range(stages):
+        passes = [each for each in order("dualpipe-v", stage, stages, 4 * stages, 2) if each[0] != "weight"]
+        assert in_flight(passes) <= 2 * stages + 1
+
+
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (3, 3), (3, 6), (4, 8), (3, 9)])
 def test_a_stage_has_the_chunks_that_are_on_it(turns: bool, stages: int, count: int) -> None:
@@ -126,6 +228,8 @@ def test_interleaved_takes_turns_after_as_many_micro_batches_as_stages() -> None
         ("interleaved", 4, 1, 2, "such as 4"),
         ("interleaved", 2, 65_536, 4096, "too many"),
         ("zb-h1", 4, 8, 2, "use interleaved"),
+        ("dualpipe-v", 4, 7, 2, "give 8 or more, or use zb-v"),
+        ("dualpipe-v", 4, 8, 1, "2 chunks of each"),
     ],
 )
 def test_what_a_schedule_cannot_do_is_refused(

@@ -40,7 +40,7 @@ from echograph.workflow.compile import compile_entry
 pytestmark = pytest.mark.torch
 
 SEQUENCE = 16
-AHEAD = ("interleaved", "zb-h1", "zb-v")
+AHEAD = ("interleaved", "zb-h1", "zb-v", "dualpipe-v")
 """Schedules whose receives torch posts early."""
 Event = tuple[Any, ...]
 
@@ -124,6 +124,7 @@ CASES = [
     pytest.param("llama-3-8b", 8, "zb-h1", 4, 1, 6, 64, marks=pytest.mark.slow),
     pytest.param("llama-3-8b", 16, "interleaved", 4, 2, 8, 64, marks=pytest.mark.slow),
     ("llama-3-8b", 4, "zb-v", 2, 2, 4, 8),
+    pytest.param("llama-3-8b", 8, "dualpipe-v", 4, 2, 9, 64, marks=pytest.mark.slow),
     pytest.param("llama-3-8b", 16, "zb-v", 4, 2, 9, 64, marks=pytest.mark.slow),
 ]
 

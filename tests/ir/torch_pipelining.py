@@ -33,6 +33,7 @@ SCHEDULES = {
     # One stage a rank makes it ZB-H1.
     "zb-h1": "ScheduleInterleavedZeroBubble",
     "zb-v": "ScheduleZBVZeroBubble",
+    "dualpipe-v": "ScheduleDualPipeV",
 }
 SEQUENCE = 16
 
@@ -115,7 +116,7 @@ def run_rank(plan: dict[str, Any], rank: int) -> list[list[Any]]:
         built = build(entry.with_config(**layers), batch_size=1, seq_len=SEQUENCE)
         torch.set_default_dtype(torch.float32)
     width = built.module.config.hidden_size
-    parts, turns = stages * chunks, plan["schedule"] == "zb-v"
+    parts, turns = stages * chunks, plan["schedule"] in ("zb-v", "dualpipe-v")
     with mode:
         made = []
         for chunk in range(chunks):
@@ -136,7 +137,7 @@ def run_rank(plan: dict[str, Any], rank: int) -> list[list[Any]]:
             record(stage, chunk, log)
             made.append(stage)
         schedule = getattr(torch_schedules, SCHEDULES[plan["schedule"]])(
-            made if plan["schedule"] in ("interleaved", "zb-h1", "zb-v") else made[0],
+            made if plan["schedule"] in ("interleaved", "zb-h1", "zb-v", "dualpipe-v") else made[0],
             plan["micro_batches"],
             loss_fn=loss_of,
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flow_jobs import HOST, IDLE, MIB, communications, pipelined, run, worse
 
-from echograph.errors import PlanError
+from echograph.errors import PlanError, SimulationError
 from echograph.ir.graph import JobGraph
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.simulator.durations import durations
@@ -139,6 +139,17 @@ def test_a_checkpoint_stops_the_job_once_in_so_many_steps(every: int) -> None:
     (share,), _ = simulate_together([placed("a", REDUCE, nodes(0, 1), cluster, storage)], cluster)
     assert share.alone_ps == pytest.approx(share.step_ps + to_ps(1.0) / every, rel=1e-9)
     assert share.steps == every
+
+
+def test_what_would_take_for_ever_is_refused() -> None:
+    cluster = leaves(1.0)
+    slow = placed("a", REDUCE, nodes(0, 1), cluster, Storage(bytes_per_s=1.0, read_bytes=1e9))
+    with pytest.raises(SimulationError, match=r"a: what a step reads or writes takes .* 13 days"):
+        simulate_together([slow], cluster)
+    # A day of reading beside steps of a millisecond: some hundred million of these.
+    slow = placed("a", REDUCE, nodes(0, 1), cluster, Storage(bytes_per_s=1.0, read_bytes=1e5))
+    with pytest.raises(SimulationError, match="give smaller jobs, or some whose steps are more alike"):
+        simulate_together([slow, placed("b", REDUCE, nodes(2, 3), cluster)], cluster)
 
 
 def test_ranks_that_lie_unlike_or_on_one_gpu_are_refused() -> None:

@@ -44,6 +44,7 @@ from echograph.ir.passes.pipeline.placement import (
     route,
 )
 from echograph.ir.passes.pipeline.schedules import (
+    PAIRED,
     SPLIT,
     TURNING,
     Action,
@@ -51,6 +52,7 @@ from echograph.ir.passes.pipeline.schedules import (
     Computation,
     check_schedule,
     order,
+    paired,
 )
 from echograph.ir.passes.rewrite import UPDATE, Call, PassLabel, accumulate, empty_copy, in_micro_batch
 from echograph.ir.structure import Sized
@@ -903,11 +905,11 @@ class Pipeline:
         stages: number of stages, the size of the mesh axis "pp".
         micro_batches: forward and backward passes before the optimizer; gradients add up.
         schedule: a name of `schedules.SCHEDULES`.
-        chunks: chunks of layers on each stage; more than one for "interleaved" only, two for "zb-v".
+        chunks: chunks of layers on each stage; more than one for "interleaved" only, two for those that turn.
         layers: layers of each chunk in the order of the model; None splits evenly, and the first chunks take one
             more where it does not divide. The first may have 0, then it has the embedding alone, and so may the
             last. `schedules.split_layers` makes them from Megatron-LM's options.
-        overlap_experts: whether a forward and the backward beside it run as one pass, of an interleaved schedule,
+        overlap_experts: whether a forward and the backward beside it run as one pass (`schedules.paired`),
             in which either computes while the other exchanges rows of experts (`interleaved`).
         scatter_gather: each tensor-parallel rank sends a piece of an activation that all of them have, and those
             of the next stage gather it (Narayanan et al. 2021, section 4.1).
@@ -1027,9 +1029,10 @@ class Pipeline:
         if self.chunks < 1:
             raise PlanError(f"{self.chunks} chunks a stage: give 1 or more")
         check_schedule(self.schedule, self.stages, self.micro_batches, self.chunks)
-        if self.overlap_experts and self.schedule != "interleaved":
+        if self.overlap_experts and self.schedule not in PAIRED:
             raise PlanError(
-                f"schedule {self.schedule}: passes in which experts' exchanges overlap are of schedule interleaved"
+                f"schedule {self.schedule}: passes in which experts' exchanges overlap are of schedule "
+                f"{' or '.join(sorted(PAIRED))}"
             )
         if any(axis.name == AXIS for axis in graph.mesh):
             raise PlanError("the graph has a pipeline already: give its step graph without one")
@@ -1065,11 +1068,12 @@ class Pipeline:
         exchanges = plan.exchanges(chunks) if self.overlap_experts else ()
         calls: list[tuple[PassLabel, Call]] = []
         waiting: list[Call] = []
-        for action, after in zip_longest(actions, actions[1:]):
+        pairs = paired(self.schedule, actions) if exchanges else frozenset()
+        for at, action in enumerate(actions):
             kind, micro_batch, number = action
             chunk = chunks[number]
             run = in_micro_batch(runs[chunk.number, _PARTS[kind]], micro_batch)
-            if exchanges and kind == "forward" and after and after[0] == "backward":
+            if at in pairs:
                 waiting = run
                 continue
             run = interleaved(run, waiting, exchanges) if waiting else run

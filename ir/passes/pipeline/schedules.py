@@ -14,9 +14,10 @@ other stages get equal numbers, and the chunks of a stage too.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from echograph.errors import PlanError, UnknownNameError
@@ -187,6 +188,69 @@ def zb_v(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Actio
     return [each for each in passes if each[1] < micro_batches]
 
 
+def dualpipe_v(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
+    """DualPipeV: DualPipe (DeepSeek-V3 technical report, arXiv 2412.19437, section 3.2.1) cut in half.
+
+    Two chunks a stage that turn back at the last one, in place of two copies of the model that are fed from both
+    ends: what a stage of DualPipe does for the micro-batches of one end its mirror image does for those of the
+    other, so half of the stages with half of the micro-batches take as long, and hold the parameters once. In the
+    steady state a forward of one chunk stands before a backward of the other, which may run together (`paired`).
+    Where passes are of one length and pairs hide their forwards whole, the first stage waits for
+    (stages - 1) (F&B + B - 3 W), B with the gradients of weights; where they hide nothing, as long as under zb-v.
+    A stage has 2 stages + 1 micro-batches of a chunk in flight at most.
+    """
+    passes: list[Action] = []
+    done: Counter[tuple[Computation, int]] = Counter()
+    put_off: deque[Action] = deque()
+
+    def forward(chunk: int) -> None:
+        passes.append(("forward", done["forward", chunk], chunk))
+        done["forward", chunk] += 1
+
+    def backward(chunk: int, *, whole: bool = True) -> None:
+        micro_batch = done["backward", chunk]
+        passes.append(("backward", micro_batch, chunk))
+        done["backward", chunk] += 1
+        put_off.append(("weight", micro_batch, chunk))
+        if whole:
+            passes.append(put_off.pop())
+
+    for _ in range(2 * (stages - stage - 1)):
+        forward(0)
+    for _ in range(stage + 1):
+        forward(0)
+        forward(1)
+    for _ in range(stages - stage - 1):
+        backward(1)
+        forward(1)
+    for _ in range(micro_batches - 2 * stages + stage + 1):
+        forward(0)
+        backward(1)
+        forward(1)
+        backward(0)
+    for _ in range(stages - stage - 1):
+        backward(1)
+        forward(1)
+        backward(0)
+    # From the middle on weight passes are put off: they fill what the stages after wait for.
+    for turn in range(2 * (stage + 1)):
+        backward(1 - turn % 2, whole=turn <= stage)
+    for _ in range(stages - stage - 1):
+        passes.append(put_off.popleft())
+        backward(0, whole=False)
+    return passes + list(put_off)
+
+
+def paired(schedule: str, actions: Sequence[Action]) -> frozenset[int]:
+    """The places of forward passes that a schedule runs together with the backward passes behind them."""
+    places = (i for i, (one, two) in enumerate(pairwise(actions)) if (one[0], two[0]) == ("forward", "backward"))
+    if schedule != "dualpipe-v":
+        return frozenset(places)
+    # The first backward of the last stage runs alone, so that the one before it has it sooner.
+    first = next((i for i, each in enumerate(actions) if each[0] == "backward"), 0)
+    return frozenset(i for i in places if actions[i][2] != actions[i + 1][2] and i + 1 != first)
+
+
 def _alternate(forward: list[Action], backward: list[Action], warm_up: int) -> list[Action]:
     ahead = min(warm_up, len(forward))
     steady = [each for pair in zip(forward[ahead:], backward, strict=False) for each in pair]
@@ -199,10 +263,13 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "interleaved": interleaved,
     "zb-h1": zb_h1,
     "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
 }
-SPLIT = frozenset({"zb-h1", "zb-v"})
+SPLIT = frozenset({"zb-h1", "zb-v", "dualpipe-v"})
 """Schedules with weight passes of their own."""
-TURNING = frozenset({"zb-v"})
+PAIRED = frozenset({"interleaved", "dualpipe-v"})
+"""Schedules in which a forward and a backward may run together."""
+TURNING = frozenset({"zb-v", "dualpipe-v"})
 """Schedules whose chunks turn back at the last stage."""
 
 
@@ -245,6 +312,11 @@ def check_schedule(schedule: str, stages: int, micro_batches: int, chunks: int) 
     if schedule in TURNING:
         if stages < 2 or chunks != 2:
             raise PlanError(f"schedule {schedule} with {stages} stages of {chunks} chunks: give 2 chunks of each")
+        if schedule == "dualpipe-v" and micro_batches < 2 * stages:
+            raise PlanError(
+                f"schedule dualpipe-v with {micro_batches} micro-batches on {stages} stages: give "
+                f"{2 * stages} or more, or use zb-v"
+            )
     elif schedule == "interleaved":
         _check_interleaved(stages, micro_batches, chunks)
     elif chunks != 1:
@@ -288,6 +360,6 @@ def order(
         UnknownNameError: no such schedule.
     """
     check_schedule(schedule, stages, micro_batches, chunks)
-    if ahead:
+    if ahead and schedule == "interleaved":
         return interleaved(stage, stages, micro_batches, chunks, ahead)
     return SCHEDULES[schedule](stage, stages, micro_batches, chunks)

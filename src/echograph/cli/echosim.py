@@ -90,6 +90,10 @@ def run_command(
     what_fits: Annotated[
         bool, typer.Option("--what-fits", help="The largest micro-batch and the deepest model that fit.")
     ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="With --what-fits: what the graph was compiled of, for its sequences."),
+    ] = None,
     engine: Annotated[str, typer.Option(help="auto, segments, static or events.")] = "auto",
     tensors: Annotated[int, typer.Option(help="List the largest tensors at the peak of memory.", min=0)] = 0,
     output: Output = None,
@@ -119,8 +123,8 @@ def run_command(
     if len(graphs) > 1 or given(placement):
         others = {
             "--model-communication": model_communication, "--strict-memory": strict_memory,
-            "--what-fits": what_fits, "--engine": engine != "auto", "--tensors": tensors, "--trace": trace,
-            "--trace-ranks": trace_ranks, "--html": html,
+            "--what-fits": what_fits, "--model": model, "--engine": engine != "auto", "--tensors": tensors,
+            "--trace": trace, "--trace-ranks": trace_ranks, "--html": html,
             **{option_name(name): True for name in {**given(scenario), **given(training_options)}},
         }  # fmt: skip
         _run_jobs(graphs, plan, system_options, placement, [n for n, v in others.items() if v], output, as_json)
@@ -128,6 +132,8 @@ def run_command(
     (graph,) = graphs
     if trace_ranks is not None and trace is None:
         raise UsageError("--trace-ranks: says whose timelines a trace holds, give --trace as well")
+    if model is not None and not what_fits:
+        raise UsageError("--model: says what the longest sequence is of, give --what-fits as well")
     traced = () if trace_ranks is None else parse_ranks("--trace-ranks", trace_ranks, MAX_TRACED)
     check_outputs({"the graph": graph}, {"--output": output, "--trace": trace, "--html": html})
     system = system_options.system(plan.cluster)
@@ -142,7 +148,7 @@ def run_command(
         near = feasible_plans(
             loaded, plan, system.cluster, result.memory, say, most, Runtime.on(system.architecture)
         )
-        more = _sizes(loaded, plan, system, scenario, training_options, what_fits, say)
+        more = _sizes(loaded, plan, system, scenario, training_options, what_fits, model, say)
     notes += cluster_notes(system.cluster, job.world_size)
     print_notes(notes)
     if strict_memory:
@@ -206,12 +212,13 @@ def _sizes(
     scenario: Scenario,
     asked: TrainingOptions,
     fits: bool,
+    model: str | None,
     say: Progress,
 ) -> dict[str, tuple[Any, str]]:
     """What else is asked about sizes: the record and the text of each, by their words in a result."""
     if not (asked.days or fits):
         return {}
-    from echograph.workflow.search.sizing import gpus_needed, of_plan, what_fits
+    from echograph.workflow.search.sizing import gpus_needed, longer, of_plan, what_fits
 
     found: dict[str, tuple[Any, str]] = {}
     if asked.days:
@@ -223,7 +230,9 @@ def _sizes(
     if fits:
         if not isinstance(graph, StepGraph):
             raise UsageError("--what-fits: the graph is a job: give the step graph that it was made of")
-        largest = what_fits(graph, plan, system, say=say)
+        if model is not None:
+            require_torch()
+        largest = what_fits(graph, plan, system, longer(graph, model) if model is not None else None, say)
         found["largest"] = ([one.to_json() for one in largest], "\n".join(map(str, largest)))
     return found
 
@@ -272,6 +281,9 @@ def plan_command(
         list[str] | None,
         typer.Option(help="Write the best as FORMAT:FILE: plan, megatron, deepspeed, torchtitan or accelerate."),
     ] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="Keep predicted plans in this file, and go on from those that it has.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best as a plan file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -290,7 +302,7 @@ def plan_command(
         raise UsageError("--compare-clusters: writes no plan and takes no --cluster: leave the others out")
     check_outputs({"the graph": graph}, files)
     if moves is not None:
-        asked = (fix, over, write, output, compare_clusters, objective, max_memory, limit)
+        asked = (fix, over, write, output, compare_clusters, objective, max_memory, limit, journal)
         if any(asked) or top != 10 or training_options.tokens or where != WorkerOptions():
             raise UsageError("--moves: begins with the plan of the options, and takes nothing of a search besides")
         _improve(graph, Plan(**plan), system_options, scenario, moves, as_json)
@@ -305,6 +317,7 @@ def plan_command(
             "over": axes, "objective": objective or ("gpus" if training_options.days else "step"), "where": where,
             "max_memory_bytes": size("--max-memory", max_memory), "time_s": inf if limit is None else limit,
             "most_step_s": most_step_s(loaded, base.global_batch, training_options), "say": say,
+            "journal_path": journal,
         }  # fmt: skip
         if compare_clusters is not None:
             names = [name.strip() for name in compare_clusters.split(",")]

@@ -18,6 +18,7 @@ from echograph.ir.graph import Graph, JobGraph, StepGraph, Workload
 from echograph.ir.passes import PASSES
 from echograph.ir.passes.base import Note, Pass, run
 from echograph.ir.passes.kernels import SUFFIX
+from echograph.ir.passes.pipeline.schedules import TURNING
 from echograph.ir.types import Attention, DType
 from echograph.models.stacks import Stack, load_stack, stack_names
 from echograph.options import given, kinds, option, option_name
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from echograph.simulator.clusters import Cluster
 
 G = TypeVar("G", bound=Graph)
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
 RecomputeName = Literal["none", "selective", "selective-op", "full"]
 LossName = Literal["eager", "fused"]
 TpOverlapName = Literal["none", "bulk", "chunks"]
@@ -227,12 +228,12 @@ def _check_pairs(plan: Plan) -> None:
             "--stage-layers: splits a pipeline: give --pp 2 or more, or leave it out",
         ),
         (
-            plan.vpp > 1 and plan.schedule not in ("", "interleaved", "zb-v"),
+            plan.vpp > 1 and plan.schedule not in ("", "interleaved", *TURNING),
             f"{vpp} with --schedule {plan.schedule}: use interleaved for chunks, or --vpp 1",
         ),
         (
-            plan.schedule == "zb-v" and plan.vpp != 2 and plan.pp > 1,
-            f"--schedule zb-v with {vpp}: stages have two chunks each, give --vpp 2",
+            plan.schedule in TURNING and plan.vpp != 2 and plan.pp > 1,
+            f"--schedule {plan.schedule} with {vpp}: stages have two chunks each, give --vpp 2",
         ),
         (
             plan.schedule == "interleaved" and plan.vpp == 1 and plan.pp > 1,
@@ -265,7 +266,8 @@ def _check_pairs(plan: Plan) -> None:
         ),
         (
             plan.overlap_moe_expert_parallel_comm and (plan.vpp == 1 or plan.schedule == "zb-v"),
-            "--overlap-moe-expert-parallel-comm: pairs the passes of interleaved chunks, give --vpp 2 or more",
+            "--overlap-moe-expert-parallel-comm: pairs the passes of interleaved chunks, or of --schedule "
+            "dualpipe-v: give --vpp 2 or more",
         ),
         (
             plan.overlap_param_gather and plan.zero not in (1, 2),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from echograph.errors import EchoError, PlanError, UnknownNameError, UsageError
+from echograph.errors import DataError, EchoError, PlanError, UnknownNameError, UsageError
 from echograph.ir.graph import StepGraph
 from echograph.units import format_bytes
 from echograph.workflow.plan import Plan
@@ -226,3 +227,31 @@ def test_a_capture_of_one_sample_is_said_to_leave_out_micro_batches(
     caplog.clear()
     search(dense, BASE, over=over | {"micro_batch": (1,)}, front=False)
     assert not caplog.records
+
+
+def test_a_search_that_was_killed_goes_on_from_what_is_on_disk(dense: StepGraph, tmp_path: Path) -> None:
+    system, path = System("dgx-h100"), tmp_path / "search.jsonl"
+    whole = search(dense, BASE, system, over=SMALL, top=4)
+    kept = search(dense, BASE, system, over=SMALL, top=4, journal_path=path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) > 4
+    # As SIGKILL leaves it: some answers, and a line that was begun.
+    half = len(lines) // 2
+    path.write_bytes(b"".join(lines[:half]) + lines[half][:20])
+    again = search(dense, BASE, system, over=SMALL, top=4, journal_path=path)
+    for found in (kept, again):
+        assert (found.best, found.front, found.simulated) == (whole.best, whole.front, whole.simulated)
+    # Nothing was asked twice: the same lines stand there, each once.
+    assert sorted(path.read_bytes().splitlines(keepends=True)) == sorted(lines)
+    search(dense, BASE, system, over=SMALL, top=4, journal_path=path)
+    assert len(path.read_bytes().splitlines()) == len(lines)
+    # Another system has other answers.
+    search(dense, BASE, System("dgx-a100"), over=SMALL, top=4, journal_path=path)
+    assert len(path.read_bytes().splitlines()) > len(lines)
+
+
+def test_a_journal_of_something_else_is_refused(dense: StepGraph, tmp_path: Path) -> None:
+    path = tmp_path / "search.jsonl"
+    path.write_text("not of a search\n\n")
+    with pytest.raises(DataError, match="line 1 is no point"):
+        search(dense, BASE, System("dgx-h100"), over=SMALL, journal_path=path)

@@ -87,6 +87,14 @@ def test_deepspeed_multiplies_to_the_batch() -> None:
     assert config["zero_optimization"]["stage"] == 2 and config["bf16"]["enabled"]
 
 
+@pytest.mark.parametrize(("words", "said"), [({"stack": "deepspeed"}, True), ({}, None), (
+    {"stack": "deepspeed", "overlap_grad_reduce": False}, False)])  # fmt: skip
+def test_deepspeed_is_told_what_the_stack_does_beside_backward(words: dict[str, Any], said: bool | None) -> None:
+    config = json.loads(text("deepspeed", Plan(gpus=64, zero=2, global_batch=64, **words)))
+    assert config["zero_optimization"].get("overlap_comm") is said
+    assert config["zero_optimization"].get("reduce_bucket_size") == (64_000_000 if said else None)
+
+
 def test_deepspeed_reads_it(tmp_path: Path) -> None:
     config = pytest.importorskip("deepspeed.runtime.config", reason="needs the [deepspeed] extra")
     record = json.loads(text("deepspeed", Plan(gpus=1, zero=2, micro_batch=2, global_batch=8)))

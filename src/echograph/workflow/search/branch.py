@@ -12,9 +12,11 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from echograph.errors import EchoError, PlanError, UsageError
@@ -487,6 +489,7 @@ def search(
     front: bool = True,
     time_s: float = inf,
     where: WorkerOptions = HERE,
+    journal_path: Path | None = None,
     say: Progress = silent,
 ) -> SearchResult:
     """The best plans for a step on a system.
@@ -506,6 +509,7 @@ def search(
         front: whether those are wanted that no other plan beats, too, which takes the memory of slower ones.
         time_s: seconds after which it ends with the best so far.
         where: plans are predicted.
+        journal_path: where answers are kept as they come, and looked for; None: nowhere.
         say: told how far it is.
 
     Returns:
@@ -532,7 +536,12 @@ def search(
     state = _Search(among, Bounds(graph, system, scenario), aim, system.cluster.memory_bytes, top, say)
     make, begun = Question(graph, system, scenario, objective, most_step_s), 0
     state.begin()
-    with workers(make, where) as at:
+    with ExitStack() as stack:
+        at = stack.enter_context(workers(make, where))
+        if journal_path is not None:
+            from echograph.workflow.search.kept import kept_answers
+
+            at = stack.enter_context(kept_answers(at, make, journal_path))
         try:
             ended = state.run(at, began + time_s)
         except KeyboardInterrupt:

@@ -310,6 +310,36 @@ def what_fits(
     return tuple(found)
 
 
+def longer(graph: StepGraph, model: str) -> Callable[[int], StepGraph]:
+    """Makes the step of a graph with a sequence of so many tokens, for `what_fits`.
+
+    Args:
+        graph: the step.
+        model: what it was compiled of, as of `compile`.
+
+    Raises:
+        UsageError: at the graph's own length the model is another step.
+    """
+    from echograph.frontend.pytorch.spec import StepSpec
+    from echograph.workflow.compile import compile
+
+    workload = graph.workload
+    of_graph: dict[str, Any] = {"dtype": workload.dtype.name.lower()}
+    spec = StepSpec(**of_graph)
+
+    def capture(tokens: int) -> StepGraph:
+        return compile(model, spec, batch_size=workload.batch_size, seq_len=tokens)
+
+    own = capture(workload.sequence_length)
+    its, said = ((s.workload.model_flops, s.unfolded_ops) for s in (own, graph))
+    if its != said:
+        raise UsageError(
+            f"--model {model}: at {workload.sequence_length:,} tokens it is another step than the graph's "
+            f"({its[1]:,} operations, {said[1]:,} there): give the model that the graph was compiled of"
+        )
+    return capture
+
+
 def _largest(
     of: str, least: int, needs: Callable[[int], Memory | None], most: int, say: Progress, step: int = 1
 ) -> Largest:

@@ -15,6 +15,7 @@ from typing import Any
 from echograph.errors import UnknownNameError, UsageError
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.pipeline.placement import layer_names
+from echograph.ir.passes.pipeline.schedules import TURNING
 from echograph.options import kinds, option_name
 from echograph.simulator.clusters import Cluster
 from echograph.workflow.plan import Plan
@@ -161,7 +162,7 @@ def _runs(value: str, facts: SearchFacts, chosen: PlanWords) -> bool:
     if chosen["pp"] == 1:
         return value == ""
     chunks = chosen["vpp"]
-    if value == "zb-v":
+    if value in TURNING:
         return bool(chunks == 2)
     return value in ("", "interleaved") if chunks > 1 else value != "interleaved"
 

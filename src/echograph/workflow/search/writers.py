@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from echograph.errors import UnknownNameError, UsageError
+from echograph.ir.passes.data_parallel import zero_bucket_elements
 from echograph.models.stacks import load_stack
 from echograph.options import option_name
 from echograph.workflow.plan import Plan, schedule_of, with_stack
@@ -163,7 +164,7 @@ def _megatron(of: _Asked) -> str:
 
 
 def _megatron_loss(of: _Asked) -> list[str]:
-    """Its loss is eager unless told; `Fuse` within modules compiles it function by function, as it does when told."""
+    """Its loss is eager unless told; `Fuse` within modules compiles it function by function, as that does."""
     compiled = bool(of.plan.stack) and load_stack(of.plan.stack).fuse == "modules"
     fused = ["--cross-entropy-loss-fusion"]
     if compiled and of.plan.loss == "eager":
@@ -237,8 +238,13 @@ def _deepspeed(of: _Asked) -> str:
         "gradient_accumulation_steps": sizes.micro_batches,
         "zero_optimization": {"stage": of.get("zero")},
     }
-    if of.plan.zero in (1, 2) and of.get("overlap_grad_reduce") is not None:
-        config["zero_optimization"]["overlap_comm"] = of.plan.overlap_grad_reduce
+    of.asked.add("overlap_grad_reduce")
+    # What the plan's stack does beside backward DeepSpeed does with stages 1 and 2 only when told.
+    told = with_stack(of.plan, load_stack(of.plan.stack)) if of.plan.stack else of.plan
+    if of.plan.zero in (1, 2) and told.overlap_grad_reduce is not None:
+        config["zero_optimization"]["overlap_comm"] = told.overlap_grad_reduce
+        if told.overlap_grad_reduce:
+            config["zero_optimization"]["reduce_bucket_size"] = zero_bucket_elements(sizes.data_ranks)
     precision = of.get("precision") or sizes.dtype
     if precision in ("bf16", "fp16"):
         config[precision] = {"enabled": True}
@@ -279,6 +285,7 @@ def _torchtitan(of: _Asked) -> str:
     if plan.pp > 1:
         schedules = {
             "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "gpipe": "GPipe", "zb-v": "ZBVZeroBubble",
+            "dualpipe-v": "DualPipeV",
         }  # fmt: skip
         if (schedule := schedules.get(schedule_of(plan))) is None:
             raise of.refusal("schedule")

@@ -18,7 +18,7 @@ from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.sweep.grid import GridAxis, SweepPoint, WrongPoint, points
 from echograph.workflow.sweep.store import ERROR, flat, journal, read_journal
-from echograph.workflow.system import SystemOptions
+from echograph.workflow.system import System, SystemOptions
 from echograph.workflow.workers import HERE, WorkerOptions, Workers, workers
 
 
@@ -118,10 +118,14 @@ class _Systems:
     def digest(self, cluster: str, options: SystemOptions) -> str:
         key = cluster, options
         if key not in self.known:
-            system = options.system(cluster)
-            said = repr((system.cluster, system.device, system.host))
-            self.known[key] = hashlib.sha256(said.encode()).hexdigest()
+            self.known[key] = system_digest(options.system(cluster))
         return self.known[key]
+
+
+def system_digest(system: System) -> str:
+    """What tells a system from others: a digest of what it resolves to."""
+    said = repr((system.cluster, system.device, system.host))
+    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def graph_digest(graph: Graph) -> str:
