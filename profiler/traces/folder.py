@@ -130,8 +130,8 @@ def _doubts(traces: Mapping[int, Trace]) -> Iterator[str]:
         sizes[trace.world_size].append(rank)
         if twice := _twice(trace):
             yield (
-                f"rank {rank}: {twice:,} kernels, copies or sets stand twice, at one time on one stream: they count "
-                "twice; was a trace merged with itself?"
+                f"rank {rank}: {twice:,} kernels, copies or sets stand twice, at one time on one stream: they "
+                "count twice; was a trace merged with itself?"
             )
     said = {size: ranks for size, ranks in sizes.items() if size > 1}
     if len(said) > 1:
