@@ -20,7 +20,7 @@ from echograph.profiler.costs.estimate import DTYPE_NAMES, cost_of, in_tf32
 from echograph.profiler.traces.events import details
 from echograph.profiler.traces.kernel_names import function_name
 from echograph.profiler.traces.operands import ShapedCall, TracedOperand, TracedWork, operator_call, traced_work
-from echograph.profiler.traces.origins import Origins, frame_text, origins
+from echograph.profiler.traces.origins import Origins, origins
 from echograph.profiler.traces.trace import KERNELS, NONE, Trace, TraceSet
 
 _ORIGINS = (
@@ -81,7 +81,8 @@ def kernel_origins(traces: TraceSet, *, stack: bool = False) -> AnswerTable:
     Columns: `rank`; `index` of the event in the file; `name`; `ts` and `dur` microseconds; `stream`; `operator`,
     the innermost one, or the one around it that says all (`aten::convolution`); `phase` (a forward operator within
     a backward pass is `recompute`); `shapes` and `dtypes` of its tensors; `module`, the path of `nn.Module`s; and
-    `source`, the innermost line of Python that is not PyTorch's. Operators of a backward pass have the module and
+    `source`, the innermost line of Python that is not PyTorch's, of compiled code `LINE via GENERATED LINE`, or
+    where no lines were traced the generated file. Operators of a backward pass have the module and
     the line of what they differentiate. What the trace does not say is empty: shapes need `record_shapes=True`,
     modules and lines `with_stack=True`.
 
@@ -115,7 +116,10 @@ def kernel_origins(traces: TraceSet, *, stack: bool = False) -> AnswerTable:
                 "shapes": [shapes for shapes, _ in told],
                 "dtypes": [dtypes for _, dtypes in told],
                 "module": [found.module[row] for row in rows.tolist()],
-                "source": [_source(trace, found, row, stack) for row in rows.tolist()],
+                "source": [
+                    _source(trace, found, row, calls.get(operator), stack)
+                    for row, operator in zip(rows.tolist(), of, strict=True)
+                ],
             }
         )
     return stacked(parts, _ORIGINS, notes)
@@ -127,11 +131,10 @@ def _phase(found: Origins, row: int) -> str:
     return "data loading" if found.loads[row] else found.phase[row].name.lower()
 
 
-def _source(trace: Trace, found: Origins, row: int, stack: bool = False) -> str:
-    if stack:
-        return " < ".join(found.frames(trace, row))
-    frame = found.frame[row]
-    return "" if frame == NONE else frame_text(trace.text(frame))
+def _source(trace: Trace, found: Origins, row: int, call: ShapedCall | None, stack: bool = False) -> str:
+    """The line of Python that a row came from, or all of them; without any, the file of a compiled kernel."""
+    lines = " < ".join(found.frames(trace, row)) if stack else found.source(trace, row)
+    return lines or ("" if call is None else call.generated)
 
 
 def _told(call: ShapedCall | None) -> tuple[str, str]:
@@ -272,7 +275,7 @@ def _add(
     # What no operator launched is told apart by its own name.
     key: Hashable = same if row != NONE else (*same, names[0])
     if key not in uses:
-        source = _source(trace, found, works[0])
+        source = _source(trace, found, works[0], call)
         uses[key] = ShapeUse(
             call=call, work=work, device=profile, wide=wide, leaves=leaves, module=found.module[works[0]],
             source=source,

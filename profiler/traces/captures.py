@@ -72,7 +72,8 @@ def captured_calls(trace: Trace) -> dict[int, int]:
 def _called(trace: Trace, words: Sequence[str]) -> Bools:
     """Which rows are calls whose name has one of the words."""
     has = np.array([*(any(word in text for word in words) for text in trace.strings), False])
-    return trace.of_category(CALLS) & has[trace.name]
+    called: Bools = trace.of_category(CALLS) & has[trace.name]
+    return called
 
 
 def _captures(trace: Trace) -> list[_Capture]:

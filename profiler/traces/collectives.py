@@ -221,18 +221,23 @@ def meetings(
         first: Mapping[int, int] | None = dict.fromkeys(own, 0)
         if len(set(counts.values())) > 1:
             first = None if traces is None else _first_shared(own, traces)
-            often: dict[int, list[int]] = defaultdict(list)
-            for rank, count in counts.items():
-                often[count].append(rank)
-            said = ", ".join(f"{count} on rank {_first_few(same)}" for count, same in sorted(often.items()))
             how = "not matched" if first is None else "matched by their times, those at the ends left out"
-            notes.append(f"{kind} was run {said}: {how}")
-            if first is None:
-                continue
-        for number in range(min(counts[rank] - first[rank] for rank in own)):
-            same = {rank: found[first[rank] + number] for rank, found in own.items()}
+            notes.append(f"{kind} was run {_counts(counts)}: {how}")
+        if first is None:
+            continue
+        shared = {rank: found[first[rank] :] for rank, found in own.items()}
+        for number in range(min(map(len, shared.values()))):
+            same = {rank: found[number] for rank, found in shared.items()}
             met.append(Meeting(kind=kind, group=next(iter(same.values())).group, number=number, calls=same))
     return met, notes
+
+
+def _counts(counts: Mapping[int, int]) -> str:
+    """How often ranks did something: "3 on rank 0, 1; 4 on rank 2"."""
+    often: dict[int, list[int]] = defaultdict(list)
+    for rank, count in counts.items():
+        often[count].append(rank)
+    return "; ".join(f"{count} on rank {_first_few(same)}" for count, same in sorted(often.items()))
 
 
 def _first_few(ranks: list[int]) -> str:

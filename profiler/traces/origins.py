@@ -20,7 +20,9 @@ _BACKWARD, _OPTIMIZER = "autograd::engine::evaluate_function", "Optimizer."
 _LOADER = "enumerate(DataLoader)"
 # Frames that are of no use to whoever looks for the line of a model: the framework's own, and what has no file.
 _FRAME = re.compile(r"(?P<file>[^<(][^(]*\.py)\((?P<line>\d+)\): (?P<function>.+)")
-_FRAMEWORK = re.compile(r"(.*/)?(torch|torchvision|threading|contextlib|functools|runpy|importlib)(/|\.py)")
+_FRAMEWORK = re.compile(r"(.*/)?(torch|torchvision|triton|threading|contextlib|functools|runpy|importlib)(/|\.py)")
+_GENERATED = re.compile(r"(.*/)?torchinductor_[^/]*/")
+"""Where `torch.compile` puts the code that it makes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,6 +57,14 @@ class Origins:
             yield frame_text(trace.text(frame))
             above = int(self.stacks.parent[frame])
             frame = self.frame[above] if above != NONE else NONE
+
+    def source(self, trace: Trace, row: int) -> str:
+        """The innermost line around a row; of compiled code the one that calls it, and the generated one."""
+        frames = self.frames(trace, row)
+        generated, line = "", next(frames, "")
+        while _GENERATED.match(line):
+            generated, line = generated or line, next(frames, "")
+        return " via ".join(filter(None, (line, generated)))
 
 
 def frame_text(name: str) -> str:

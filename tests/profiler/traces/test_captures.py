@@ -1,4 +1,4 @@
-"""Kernels of CUDA graphs have the operators of what was captured, where the trace has that."""
+"""Kernels of CUDA graphs have the operators of what was captured, and compiled ones the lines that call them."""
 
 from __future__ import annotations
 
@@ -84,3 +84,25 @@ def test_work_of_the_data_loader_says_so(tmp_path: Path) -> None:
     events += [operator("aten::mm", 60, 20), call(61, 1, 2), work(MM, 70, 5, 2)]
     rows = ANALYSES["kernel-origins"](job(tmp_path, events)).records()
     assert [row["phase"] for row in rows] == ["data loading", "forward"]
+
+
+def test_compiled_kernels_have_the_line_that_calls_them(tmp_path: Path) -> None:
+    def python(name: str, ts: float, dur: float) -> Event:
+        return operator(name, ts, dur) | {"cat": "python_function"}
+
+    generated = "/tmp/torchinductor_me/ab/cab.py"
+    name = "triton_poi_fused_add_0"
+    events = [
+        python("train.py(31): step", 0, 90),
+        python("torch/_dynamo/eval_frame.py(700): _fn", 1, 80),
+        python(f"{generated}(40): call", 2, 70),
+        python("triton/backends/nvidia/driver.py(500): __call__", 3, 60),
+        operator(name, 4, 30, kernel_file=generated),
+        *[call(5, 1, 1), work(name, 20, 5, 1)],
+    ]
+    (row,) = ANALYSES["kernel-origins"](job(tmp_path, events)).records()
+    assert row["source"] == f"train.py:31 step via {generated}:40 call"
+    (row,) = ANALYSES["kernel-origins"](job(tmp_path, events[4:])).records()
+    assert row["source"] == generated
+    (row,) = ANALYSES["shapes"](job(tmp_path, events[4:])).records()
+    assert row["source"] == generated
