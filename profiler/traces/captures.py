@@ -44,21 +44,29 @@ def graph_launches(trace: Trace) -> dict[int, list[int]]:
     return launched
 
 
-def captured_calls(trace: Trace) -> dict[int, int]:
-    """The captured call of each work that a CUDA graph launched, by row, as far as the trace has it.
+def captured_calls(trace: Trace, captured: Trace | None = None) -> dict[int, int]:
+    """The captured call of each work that a CUDA graph launched, by row, as far as a trace has it.
 
     A launch is of the capture before it that has as many calls, and the same names of kernels where the calls say
     them (AMD's do). Where all are said, calls may be left over: they add what shows as no work. Where several
     captures fit, launches take them in turns if they are a multiple of them; else nothing tells which it is.
 
+    Args:
+        trace: has the launches.
+        captured: has the captures, and is of earlier; None: the same trace.
+
+    Returns:
+        By row of the work, a row of the trace with the captures.
+
     Raises:
         InputError: the trace's file is gone.
     """
     launched = graph_launches(trace)
-    captures = _captures(trace) if launched else []
+    captures = _captures(captured or trace) if launched else []
     alike: dict[tuple[int, tuple[str, ...]], list[list[int]]] = defaultdict(list)
     for call, works in launched.items():
-        before = sum(one.end <= trace.start[call] for one in captures)
+        earlier = (captured is not None or one.end <= trace.start[call] for one in captures)
+        before = sum(earlier)
         alike[before, tuple(_name(trace, work) for work in works)].append(works)
     found: dict[int, int] = {}
     for (before, names), same in alike.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_traces import Event, call, job, operator, work
+from small_traces import Event, call, job, operator, work, write
 
 from echograph.profiler.analyses import ANALYSES
 
@@ -76,6 +76,21 @@ def test_graphs_that_are_alike_take_turns(tmp_path: Path) -> None:
     assert shapes == ["[100,1]", "[300,1]"] * 2
     # One launch too many: which is which is not known.
     assert operators(tmp_path, [*captured, *launched, *replay(900, 30, MM)]) == [("", "")] * 5
+
+
+def test_a_capture_in_another_trace(tmp_path: Path) -> None:
+    captured = write(tmp_path / "captured.json", [*capture(0, 100, MM, RELU), *capture(100, 300, RELU, MM)])
+    traces = job(tmp_path, [*replay(5, 7, RELU, MM), *replay(50, 8, MM), *[call(90, 1, 9), work("own", 95, 1, 9)]])
+    table = ANALYSES["kernel-origins"](traces, captured=str(captured))
+    rows = sorted(table.records(), key=lambda row: row["ts"])
+    assert [(row["operator"], row["shapes"]) for row in rows] == [
+        ("aten::op1", "[300,1]"),
+        ("aten::op2", "[300,2]"),
+        ("", ""),
+        ("", ""),
+    ]
+    alone = job(tmp_path / "alone", [*replay(50, 8, "other")])
+    assert "launches no CUDA graph" in ANALYSES["kernel-origins"](alone, captured=str(captured)).notes[0]
 
 
 def test_work_of_the_data_loader_says_so(tmp_path: Path) -> None:
