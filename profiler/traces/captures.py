@@ -48,8 +48,8 @@ def captured_calls(trace: Trace, captured: Trace | None = None) -> dict[int, int
     """The captured call of each work that a CUDA graph launched, by row, as far as a trace has it.
 
     A launch is of the capture before it that has as many calls, and the same names of kernels where the calls say
-    them (AMD's do). Where all are said, calls may be left over: they add what shows as no work. Where several
-    captures fit, launches take them in turns if they are a multiple of them; else nothing tells which it is.
+    them (AMD's do). Where none has and all are said, calls may be left over: they add what shows as no work. Where
+    several captures fit, launches take them in turns if they are a multiple of them; else nothing tells which it is.
 
     Args:
         trace: has the launches.
@@ -70,7 +70,9 @@ def captured_calls(trace: Trace, captured: Trace | None = None) -> dict[int, int
         alike[before, tuple(_name(trace, work) for work in works)].append(works)
     found: dict[int, int] = {}
     for (before, names), same in alike.items():
-        fitting = [rows for one in captures[:before] if (rows := _paired(one, names)) is not None]
+        known = captures[:before]
+        same_length = [one for one in known if len(one.rows) == len(names)]
+        fitting = _fitting(same_length, names) or _fitting(known, names)
         if fitting and len(same) % len(fitting) == 0:
             for turn, works in enumerate(same):
                 found |= zip(works, fitting[turn % len(fitting)], strict=True)
@@ -110,6 +112,11 @@ def _added(call: str, arguments: dict[str, object]) -> str | None:
 
 def _name(trace: Trace, work: int) -> str:
     return _COPY if trace.strings[trace.category[work]] in COPIES else trace.text(work)
+
+
+def _fitting(captures: Sequence[_Capture], names: Sequence[str]) -> list[list[int]]:
+    """The calls that a launch repeats, by each of the captures of which it may be."""
+    return [rows for one in captures if (rows := _paired(one, names)) is not None]
 
 
 def _paired(capture: _Capture, names: Sequence[str]) -> list[int] | None:

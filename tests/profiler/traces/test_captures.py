@@ -69,6 +69,11 @@ def test_calls_that_add_no_work_are_passed_by(tmp_path: Path) -> None:
     assert operators(tmp_path, events) == [("aten::op1", "[100,1]"), ("aten::op3", "[100,3]")]
 
 
+def test_a_capture_without_calls_to_spare_is_taken_first(tmp_path: Path) -> None:
+    events = [*capture(0, 100, MM, "more", RELU), *capture(100, 300, MM, RELU), *replay(300, 7, MM, RELU)]
+    assert operators(tmp_path, events) == [("aten::op1", "[300,1]"), ("aten::op2", "[300,2]")]
+
+
 def test_graphs_that_are_alike_take_turns(tmp_path: Path) -> None:
     captured = [*capture(0, 100, MM), *capture(100, 300, MM)]
     launched = [one for turn in range(4) for one in replay(300 + 50 * turn, 7 + turn, MM)]
