@@ -49,7 +49,7 @@ def captured_calls(trace: Trace, captured: Trace | None = None) -> dict[int, int
 
     A launch is of the capture before it that has as many calls, and the same names of kernels where the calls say
     them (AMD's do). Where none has and all are said, calls may be left over: they add what shows as no work. Where
-    several captures fit, launches take them in turns if they are a multiple of them; else nothing tells which it is.
+    several captures fit, launches take them in turns if they are a multiple of them; else nothing tells which.
 
     Args:
         trace: has the launches.
