@@ -20,7 +20,7 @@ from echograph.profiler.analyses.work import US, KernelKind, kinds
 from echograph.profiler.costs.device import CostEstimate, DeviceProfile, load_device, profile_of_hardware
 from echograph.profiler.costs.estimate import DTYPE_NAMES, cost_of, in_tf32
 from echograph.profiler.traces import read_trace
-from echograph.profiler.traces.captures import captured_calls
+from echograph.profiler.traces.captures import CapturedCalls, captured_calls
 from echograph.profiler.traces.events import details
 from echograph.profiler.traces.kernel_names import function_name
 from echograph.profiler.traces.operands import ShapedCall, TracedOperand, TracedWork, operator_call, traced_work
@@ -106,7 +106,9 @@ def kernel_origins(traces: TraceSet, *, stack: bool = False, captured: str = "")
             notes.append(f"rank {rank}: nothing ran on a device while it was profiled")
             continue
         own = _Described.of(trace, rows)
-        calls = captured_calls(trace, other.trace) if other is not None else {}
+        joined = captured_calls(trace, other.trace) if other is not None else CapturedCalls({}, 0)
+        calls = joined.calls
+        notes += [*own.found.notes, *joined.notes(rank)]
         if other is not None and not calls:
             notes.append(f"rank {rank}: launches no CUDA graph that was captured in {captured}")
         # Where a captured call stands for the work, all is known from there.
@@ -259,6 +261,7 @@ def shape_uses(traces: TraceSet, device: str = "", notes: list[str] | None = Non
         profile = load_device(device) if device else profile_of(trace, said)
         found = origins(trace)
         calls = device_calls(trace, found)
+        said += found.notes
         if not calls:
             said.append(f"rank {rank}: nothing computed on a device while it was profiled")
             continue

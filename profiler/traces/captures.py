@@ -31,6 +31,27 @@ class _Capture(NamedTuple):
     names: list[str | None]
 
 
+class CapturedCalls(NamedTuple):
+    """What work that CUDA graphs launched was captured from.
+
+    Attributes:
+        calls: by row of the work, the row of the captured call, maybe in another trace.
+        guessed: how many launches fit several captures, which were taken in turns.
+    """
+
+    calls: dict[int, int]
+    guessed: int
+
+    def notes(self, rank: int) -> list[str]:
+        """A line if any of it is guessed."""
+        if not self.guessed:
+            return []
+        return [
+            f"rank {rank}: {self.guessed:,} launches of CUDA graphs fit several captures with the same kernels, "
+            "which are taken in turns: a guess"
+        ]
+
+
 def graph_launches(trace: Trace) -> dict[int, list[int]]:
     """The work of each launch of a CUDA graph in the order of its nodes, by the row of the call, by time."""
     found = launches(trace)
@@ -44,19 +65,17 @@ def graph_launches(trace: Trace) -> dict[int, list[int]]:
     return launched
 
 
-def captured_calls(trace: Trace, captured: Trace | None = None) -> dict[int, int]:
+def captured_calls(trace: Trace, captured: Trace | None = None) -> CapturedCalls:
     """The captured call of each work that a CUDA graph launched, by row, as far as a trace has it.
 
     A launch is of the capture before it that has as many calls, and the same names of kernels where the calls say
     them (AMD's do). Where none has and all are said, calls may be left over: they add what shows as no work. Where
-    several captures fit, launches take them in turns if they are a multiple of them; else nothing tells which.
+    several captures fit by their names, launches take them in turns if they are a multiple of them, a guess; else
+    nothing tells which it is.
 
     Args:
         trace: has the launches.
         captured: has the captures, and is of earlier; None: the same trace.
-
-    Returns:
-        By row of the work, a row of the trace with the captures.
 
     Raises:
         InputError: the trace's file is gone.
@@ -68,15 +87,24 @@ def captured_calls(trace: Trace, captured: Trace | None = None) -> dict[int, int
         earlier = (captured is not None or one.end <= trace.start[call] for one in captures)
         before = sum(earlier)
         alike[before, tuple(_name(trace, work) for work in works)].append(works)
-    found: dict[int, int] = {}
+    found, guessed = dict[int, int](), 0
     for (before, names), same in alike.items():
         known = captures[:before]
         same_length = [one for one in known if len(one.rows) == len(names)]
         fitting = _fitting(same_length, names) or _fitting(known, names)
-        if fitting and len(same) % len(fitting) == 0:
+        if len(fitting) == 1 or (fitting and len(same) % len(fitting) == 0 and _says(captures, fitting)):
+            guessed += len(same) * (len(fitting) > 1)
             for turn, works in enumerate(same):
                 found |= zip(works, fitting[turn % len(fitting)], strict=True)
-    return found
+    return CapturedCalls(found, guessed)
+
+
+def _says(captures: Sequence[_Capture], fitting: list[list[int]]) -> bool:
+    """Whether calls say the kernels that they add; else captures of equally many calls have nothing in common."""
+    of = {row for rows in fitting for row in rows}
+    return not any(
+        name is None for one in captures for row, name in zip(one.rows, one.names, strict=True) if row in of
+    )
 
 
 def _called(trace: Trace, words: Sequence[str]) -> Bools:

@@ -40,6 +40,7 @@ class Origins:
         replay: row of the launch of a CUDA graph that work is of, whose other columns are those of the call that
             was captured, or -1.
         stacks: the call stacks of the trace.
+        notes: what of it is a guess, a line each.
     """
 
     operator: list[int]
@@ -49,6 +50,7 @@ class Origins:
     loads: list[bool]
     replay: list[int]
     stacks: Stacks
+    notes: list[str]
 
     def frames(self, trace: Trace, row: int) -> Iterator[str]:
         """The Python functions around a row, the innermost first: "model.py:42 forward"."""
@@ -83,7 +85,8 @@ def origins(trace: Trace, stacks: Stacks | None = None) -> Origins:
     stacks = stacks or call_stacks(trace)
     names, parents = trace.name.tolist(), stacks.parent.tolist()
     replay = [NONE] * len(trace)
-    for work, call in captured_calls(trace).items():
+    captured = captured_calls(trace)
+    for work, call in captured.calls.items():
         replay[work], parents[work] = parents[work], call
     operators, python = trace.of_category(OPERATORS).tolist(), trace.of_category(_PYTHON).tolist()
     sequence, thread = trace.argument("Sequence number").tolist(), trace.argument("Fwd thread id").tolist()
@@ -119,7 +122,8 @@ def origins(trace: Trace, stacks: Stacks | None = None) -> Origins:
         elif starts[name] is not None:
             phase[row] = starts[name] or phase[row]
     found = Origins(
-        operator=operator, phase=phase, module=module, frame=frame, loads=loads, replay=replay, stacks=stacks
+        operator=operator, phase=phase, module=module, frame=frame, loads=loads, replay=replay, stacks=stacks,
+        notes=captured.notes(trace.rank),
     )  # fmt: skip
     _of_forward(trace, found, sequence, thread, differentiates)
     return found

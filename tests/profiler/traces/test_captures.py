@@ -79,6 +79,11 @@ def test_graphs_that_are_alike_take_turns(tmp_path: Path) -> None:
     launched = [one for turn in range(4) for one in replay(300 + 50 * turn, 7 + turn, MM)]
     shapes = [shape for _, shape in operators(tmp_path, [*captured, *launched])]
     assert shapes == ["[100,1]", "[300,1]"] * 2
+    (note,) = ANALYSES["kernel-origins"](job(tmp_path, [*captured, *launched])).notes
+    assert "4 launches of CUDA graphs fit several captures" in note and "a guess" in note
+    # Where calls do not say their kernels, nothing speaks for it.
+    silent = [*capture(0, 100, MM, says=False), *capture(100, 300, RELU, says=False)]
+    assert operators(tmp_path, [*silent, *launched]) == [("", "")] * 4
     # One launch too many: which is which is not known.
     assert operators(tmp_path, [*captured, *launched, *replay(900, 30, MM)]) == [("", "")] * 5
 
