@@ -6,21 +6,25 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from echograph.errors import EchoError, UsageError
+from echograph.ir.columns import Int64
 from echograph.ir.intervals import union
 from echograph.ir.types import Attention, Convolution, DType, Gemm
 from echograph.profiler.analyses.table import AnswerTable, from_rows, stacked
 from echograph.profiler.analyses.work import US, KernelKind, kinds
 from echograph.profiler.costs.device import CostEstimate, DeviceProfile, load_device, profile_of_hardware
 from echograph.profiler.costs.estimate import DTYPE_NAMES, cost_of, in_tf32
+from echograph.profiler.traces import read_trace
+from echograph.profiler.traces.captures import CapturedCalls, captured_calls
 from echograph.profiler.traces.events import details
 from echograph.profiler.traces.kernel_names import function_name
 from echograph.profiler.traces.operands import ShapedCall, TracedOperand, TracedWork, operator_call, traced_work
-from echograph.profiler.traces.origins import Origins, frame_text, origins
+from echograph.profiler.traces.origins import Origins, origins
 from echograph.profiler.traces.trace import KERNELS, NONE, Trace, TraceSet
 
 _ORIGINS = (
@@ -75,33 +79,43 @@ def described_calls(trace: Trace, found: Origins, rows: list[int]) -> dict[int, 
     }
 
 
-def kernel_origins(traces: TraceSet, *, stack: bool = False) -> AnswerTable:
+def kernel_origins(traces: TraceSet, *, stack: bool = False, captured: str = "") -> AnswerTable:
     """Each kernel, copy and set with the operator, the shapes, the module and the line that it came from.
 
     Columns: `rank`; `index` of the event in the file; `name`; `ts` and `dur` microseconds; `stream`; `operator`,
     the innermost one, or the one around it that says all (`aten::convolution`); `phase` (a forward operator within
     a backward pass is `recompute`); `shapes` and `dtypes` of its tensors; `module`, the path of `nn.Module`s; and
-    `source`, the innermost line of Python that is not PyTorch's. Operators of a backward pass have the module and
+    `source`, the innermost line of Python that is not PyTorch's, of compiled code `LINE via GENERATED LINE`, or
+    where no lines were traced the generated file. Operators of a backward pass have the module and
     the line of what they differentiate. What the trace does not say is empty: shapes need `record_shapes=True`,
     modules and lines `with_stack=True`.
 
     Args:
         traces: the job's; their files are still where they were.
         stack: show all lines, the innermost first, instead of one.
+        captured: a trace of one rank in which the CUDA graphs were captured that these traces launch.
 
     Raises:
         InputError: a file is gone.
     """
     parts, notes = [], list(traces.notes)
+    other = _Described.of(read_trace(Path(captured))) if captured else None
     for rank, trace in traces.items():
         rows = np.flatnonzero(trace.on_device)
         if not len(rows):
             notes.append(f"rank {rank}: nothing ran on a device while it was profiled")
             continue
-        found = origins(trace)
-        of = [found.operator[row] for row in rows.tolist()]
-        calls = described_calls(trace, found, sorted({row for row in of if row != NONE}))
-        told = [_told(calls.get(row)) for row in of]
+        own = _Described.of(trace, rows)
+        joined = captured_calls(trace, other.trace) if other is not None else CapturedCalls({}, 0)
+        calls = joined.calls
+        notes += [*own.found.notes, *joined.notes(rank)]
+        if other is not None and not calls:
+            notes.append(f"rank {rank}: launches no CUDA graph that was captured in {captured}")
+        # Where a captured call stands for the work, all is known from there.
+        told = [
+            other.told(calls[row], stack) if other is not None and row in calls else own.told(row, stack)
+            for row in rows.tolist()
+        ]
         parts.append(
             {
                 "rank": np.full(len(rows), rank),
@@ -110,15 +124,39 @@ def kernel_origins(traces: TraceSet, *, stack: bool = False) -> AnswerTable:
                 "ts": trace.start[rows] / US,
                 "dur": trace.duration[rows] / US,
                 "stream": trace.stream[rows],
-                "operator": ["" if row == NONE else trace.text(row) for row in of],
-                "phase": [_phase(found, row) for row in of],
-                "shapes": [shapes for shapes, _ in told],
-                "dtypes": [dtypes for _, dtypes in told],
-                "module": [found.module[row] for row in rows.tolist()],
-                "source": [_source(trace, found, row, stack) for row in rows.tolist()],
+                **{title: [one[title] for one in told] for title in _ORIGINS[6:]},
             }
         )
     return stacked(parts, _ORIGINS, notes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Described:
+    """A trace with where its rows come from, and what its file says of their operators."""
+
+    trace: Trace
+    found: Origins
+    calls: Mapping[int, ShapedCall]
+
+    @classmethod
+    def of(cls, trace: Trace, rows: Int64 | None = None) -> _Described:
+        """What is known of some rows of a trace, or of all."""
+        found = origins(trace)
+        of = found.operator if rows is None else [found.operator[row] for row in rows.tolist()]
+        return cls(trace, found, described_calls(trace, found, sorted({row for row in of if row != NONE})))
+
+    def told(self, row: int, stack: bool) -> dict[str, str]:
+        """Where a row comes from, under the last titles of the table."""
+        operator = self.found.operator[row]
+        shapes, dtypes = _told(self.calls.get(operator))
+        return {
+            "operator": "" if operator == NONE else self.trace.text(operator),
+            "phase": _phase(self.found, operator),
+            "shapes": shapes,
+            "dtypes": dtypes,
+            "module": self.found.module[row],
+            "source": _source(self.trace, self.found, row, self.calls.get(operator), stack),
+        }
 
 
 def _phase(found: Origins, row: int) -> str:
@@ -127,11 +165,10 @@ def _phase(found: Origins, row: int) -> str:
     return "data loading" if found.loads[row] else found.phase[row].name.lower()
 
 
-def _source(trace: Trace, found: Origins, row: int, stack: bool = False) -> str:
-    if stack:
-        return " < ".join(found.frames(trace, row))
-    frame = found.frame[row]
-    return "" if frame == NONE else frame_text(trace.text(frame))
+def _source(trace: Trace, found: Origins, row: int, call: ShapedCall | None, stack: bool = False) -> str:
+    """The line of Python that a row came from, or all of them; without any, the file of a compiled kernel."""
+    lines = " < ".join(found.frames(trace, row)) if stack else found.source(trace, row)
+    return lines or ("" if call is None else call.generated)
 
 
 def _told(call: ShapedCall | None) -> tuple[str, str]:
@@ -224,6 +261,7 @@ def shape_uses(traces: TraceSet, device: str = "", notes: list[str] | None = Non
         profile = load_device(device) if device else profile_of(trace, said)
         found = origins(trace)
         calls = device_calls(trace, found)
+        said += found.notes
         if not calls:
             said.append(f"rank {rank}: nothing computed on a device while it was profiled")
             continue
@@ -272,7 +310,7 @@ def _add(
     # What no operator launched is told apart by its own name.
     key: Hashable = same if row != NONE else (*same, names[0])
     if key not in uses:
-        source = _source(trace, found, works[0])
+        source = _source(trace, found, works[0], call)
         uses[key] = ShapeUse(
             call=call, work=work, device=profile, wide=wide, leaves=leaves, module=found.module[works[0]],
             source=source,

@@ -104,7 +104,8 @@ def _on_their_clocks(traces: TraceSet, say: Progress, seen: Mapping[int, Observe
         of_rank[rank], against = rank_work_items(trace, seen.get(rank)).in_order()
         dropped += against
     of_call = {id(item.call): item for order in of_rank.values() for item in order if item.call is not None}
-    met, notes = meetings({rank: [p.call for p in order if p.call is not None] for rank, order in of_rank.items()})
+    calls = {rank: [p.call for p in order if p.call is not None] for rank, order in of_rank.items()}
+    met, notes = meetings(calls, traces)
     together = [
         Together(meeting=one, work_items={rank: of_call[id(call)] for rank, call in one.calls.items()})
         for one in met
@@ -262,6 +263,8 @@ class _Lowering:
         for one in together:
             number, begun = self._group(one), one.begun + one.work_items[one.last].cost
             for item in one.work_items.values():
+                # A rank whose profile began behind the launch has no record of it; the others say.
+                item.nbytes = item.nbytes or one.meeting.nbytes
                 self.groups[id(item)] = number, max(0, item.end - begun)
         for rank, order in self.job.of_rank.items():
             begin = self.builder.op_count()

@@ -31,6 +31,27 @@ class _Capture(NamedTuple):
     names: list[str | None]
 
 
+class CapturedCalls(NamedTuple):
+    """What work that CUDA graphs launched was captured from.
+
+    Attributes:
+        calls: by row of the work, the row of the captured call, maybe in another trace.
+        guessed: how many launches fit several captures, which were taken in turns.
+    """
+
+    calls: dict[int, int]
+    guessed: int
+
+    def notes(self, rank: int) -> list[str]:
+        """A line if any of it is guessed."""
+        if not self.guessed:
+            return []
+        return [
+            f"rank {rank}: {self.guessed:,} launches of CUDA graphs fit several captures with the same kernels, "
+            "which are taken in turns: a guess"
+        ]
+
+
 def graph_launches(trace: Trace) -> dict[int, list[int]]:
     """The work of each launch of a CUDA graph in the order of its nodes, by the row of the call, by time."""
     found = launches(trace)
@@ -44,35 +65,53 @@ def graph_launches(trace: Trace) -> dict[int, list[int]]:
     return launched
 
 
-def captured_calls(trace: Trace) -> dict[int, int]:
-    """The captured call of each work that a CUDA graph launched, by row, as far as the trace has it.
+def captured_calls(trace: Trace, captured: Trace | None = None) -> CapturedCalls:
+    """The captured call of each work that a CUDA graph launched, by row, as far as a trace has it.
 
     A launch is of the capture before it that has as many calls, and the same names of kernels where the calls say
-    them (AMD's do). Where all are said, calls may be left over: they add what shows as no work. Where several
-    captures fit, launches take them in turns if they are a multiple of them; else nothing tells which it is.
+    them (AMD's do). Where none has and all are said, calls may be left over: they add what shows as no work. Where
+    several captures fit by their names, launches take them in turns if they are a multiple of them, a guess; else
+    nothing tells which it is.
+
+    Args:
+        trace: has the launches.
+        captured: has the captures, and is of earlier; None: the same trace.
 
     Raises:
         InputError: the trace's file is gone.
     """
     launched = graph_launches(trace)
-    captures = _captures(trace) if launched else []
+    captures = _captures(captured or trace) if launched else []
     alike: dict[tuple[int, tuple[str, ...]], list[list[int]]] = defaultdict(list)
     for call, works in launched.items():
-        before = sum(one.end <= trace.start[call] for one in captures)
+        earlier = (captured is not None or one.end <= trace.start[call] for one in captures)
+        before = sum(earlier)
         alike[before, tuple(_name(trace, work) for work in works)].append(works)
-    found: dict[int, int] = {}
+    found, guessed = dict[int, int](), 0
     for (before, names), same in alike.items():
-        fitting = [rows for one in captures[:before] if (rows := _paired(one, names)) is not None]
-        if fitting and len(same) % len(fitting) == 0:
+        known = captures[:before]
+        same_length = [one for one in known if len(one.rows) == len(names)]
+        fitting = _fitting(same_length, names) or _fitting(known, names)
+        if len(fitting) == 1 or (fitting and len(same) % len(fitting) == 0 and _says(captures, fitting)):
+            guessed += len(same) * (len(fitting) > 1)
             for turn, works in enumerate(same):
                 found |= zip(works, fitting[turn % len(fitting)], strict=True)
-    return found
+    return CapturedCalls(found, guessed)
+
+
+def _says(captures: Sequence[_Capture], fitting: list[list[int]]) -> bool:
+    """Whether calls say the kernels that they add; else captures of equally many calls have nothing in common."""
+    of = {row for rows in fitting for row in rows}
+    return not any(
+        name is None for one in captures for row, name in zip(one.rows, one.names, strict=True) if row in of
+    )
 
 
 def _called(trace: Trace, words: Sequence[str]) -> Bools:
     """Which rows are calls whose name has one of the words."""
     has = np.array([*(any(word in text for word in words) for text in trace.strings), False])
-    return trace.of_category(CALLS) & has[trace.name]
+    called: Bools = trace.of_category(CALLS) & has[trace.name]
+    return called
 
 
 def _captures(trace: Trace) -> list[_Capture]:
@@ -101,6 +140,11 @@ def _added(call: str, arguments: dict[str, object]) -> str | None:
 
 def _name(trace: Trace, work: int) -> str:
     return _COPY if trace.strings[trace.category[work]] in COPIES else trace.text(work)
+
+
+def _fitting(captures: Sequence[_Capture], names: Sequence[str]) -> list[list[int]]:
+    """The calls that a launch repeats, by each of the captures of which it may be."""
+    return [rows for one in captures if (rows := _paired(one, names)) is not None]
 
 
 def _paired(capture: _Capture, names: Sequence[str]) -> list[int] | None:

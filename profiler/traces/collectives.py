@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -196,11 +196,17 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[CollectiveCa
     return sorted(found, key=lambda call: int(trace.start[call.row if call.issue == NONE else call.issue]))
 
 
-def meetings(calls: Mapping[int, list[CollectiveCall]]) -> tuple[list[Meeting], list[str]]:
+def meetings(
+    calls: Mapping[int, list[CollectiveCall]], traces: Mapping[int, Trace] | None = None
+) -> tuple[list[Meeting], list[str]]:
     """Which collectives are one: the n-th of a kind in a group, on all ranks of the group that were traced.
+
+    Where ranks ran them unequally often, as their profiles began or ended one after the other, times tell which of
+    them are one, if the clocks agree so far that all of them overlap.
 
     Args:
         calls: of each rank, in order.
+        traces: with their times; None: collectives that ranks ran unequally often are not matched.
 
     Returns:
         The meetings, and a line for each kind and group that the ranks did not run equally often.
@@ -210,15 +216,83 @@ def meetings(calls: Mapping[int, list[CollectiveCall]]) -> tuple[list[Meeting], 
         members = (set(ranks) or set(calls)) & set(calls)
         if len(members) < 2:
             continue
-        counts = {len(of_rank[rank]) for rank in members}
-        if len(counts) > 1:
-            often = ", ".join(f"{len(of_rank[rank])} on rank {rank}" for rank in sorted(members)[:4])
-            notes.append(f"{kind} was run {often}: not matched")
+        own = {rank: of_rank.get(rank, []) for rank in sorted(members)}
+        counts = {rank: len(found) for rank, found in own.items()}
+        first: Mapping[int, int] | None = dict.fromkeys(own, 0)
+        if len(set(counts.values())) > 1:
+            first = None if traces is None else _first_shared(own, traces)
+            how = "not matched" if first is None else "matched by their times, those at the ends left out"
+            notes.append(f"{kind} was run {_counts(counts)}: {how}")
+        if first is None:
             continue
-        for number in range(counts.pop()):
-            same = {rank: of_rank[rank][number] for rank in sorted(members)}
+        shared = {rank: found[first[rank] :] for rank, found in own.items()}
+        for number in range(min(map(len, shared.values()))):
+            same = {rank: found[number] for rank, found in shared.items()}
             met.append(Meeting(kind=kind, group=next(iter(same.values())).group, number=number, calls=same))
     return met, notes
+
+
+def _counts(counts: Mapping[int, int]) -> str:
+    """How often ranks did something: "3 on rank 0, 1; 4 on rank 2"."""
+    often: dict[int, list[int]] = defaultdict(list)
+    for rank, count in counts.items():
+        often[count].append(rank)
+    return "; ".join(f"{count} on rank {_first_few(same)}" for count, same in sorted(often.items()))
+
+
+def _first_few(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+
+
+def _first_shared(
+    own: Mapping[int, list[CollectiveCall]], traces: Mapping[int, Trace]
+) -> Mapping[int, int] | None:
+    """Where in each rank's list the first collective stands that all of them have; None if times do not tell.
+
+    Lists are stretches of one sequence. A collective ends on no rank before all have begun it, so at the right
+    shift all that two lists share overlap, and are equally large as far as that is known; of several such shifts
+    that one is taken at which the ends differ least.
+    """
+    spans = {}
+    for rank, found in own.items():
+        rows = np.array([call.row for call in found], np.int64)
+        start = traces[rank].start[rows]
+        spans[rank] = _Spans(
+            start, start + traces[rank].duration[rows], np.array([c.nbytes for c in found], np.int64)
+        )
+    longest = max(own, key=lambda rank: len(own[rank]))
+    shifts = {rank: _shift(spans[longest], spans[rank]) for rank in own}
+    known = {rank: shift for rank, shift in shifts.items() if shift is not None}
+    if len(known) < len(own):
+        return None
+    begin = max(known.values())
+    end = min(shift + len(own[rank]) for rank, shift in known.items())
+    return {rank: begin - shift for rank, shift in known.items()} if begin < end else None
+
+
+class _Spans(NamedTuple):
+    """Begins, ends and bytes (0: not known) of a rank's collectives."""
+
+    start: Int64
+    end: Int64
+    nbytes: Int64
+
+
+def _shift(reference: _Spans, other: _Spans) -> int | None:
+    """At which place of the reference the other list begins, be it before it; None if at none."""
+    count, length = len(reference.start), len(other.start)
+    best: tuple[float, int] | None = None
+    # Of the shorter list at least half is shared.
+    least = (min(count, length) + 1) // 2
+    for shift in range(least - length, count - least + 1) if least else ():
+        begin, end = max(0, shift), min(count, shift + length)
+        one = _Spans(*(column[begin:end] for column in reference))
+        two = _Spans(*(column[begin - shift : end - shift] for column in other))
+        overlap = (one.start <= two.end) & (two.start <= one.end)
+        if (overlap & ((one.nbytes == two.nbytes) | (one.nbytes == 0) | (two.nbytes == 0))).all():
+            apart = float(np.abs(one.end - two.end).mean())
+            best = min(best or (apart, shift), (apart, shift))
+    return None if best is None else best[1]
 
 
 def _alike(
@@ -246,7 +320,7 @@ def matched(traces: TraceSet) -> tuple[list[Meeting], list[str]]:
     Returns:
         As `meetings`.
     """
-    met, notes = meetings({rank: collectives(trace) for rank, trace in traces.items()})
+    met, notes = meetings({rank: collectives(trace) for rank, trace in traces.items()}, traces)
     met.sort(key=lambda one: min(int(traces[rank].start[call.row]) for rank, call in one.calls.items()))
     return met, notes
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import multiprocessing
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -114,12 +115,37 @@ def read_traces(
         raise UsageError(f"{path}: no trace of rank {unknown[0]}; there is {_shown(traces)}")
     kept = {rank: traces[rank] for rank in chosen}
     steps = kept if last_step else {rank: complete_steps(trace) for rank, trace in kept.items()}
-    found_set = TraceSet(steps, notes)
+    found_set = TraceSet(steps, [*notes, *_doubts(steps)])
     if align:
         from echograph.profiler.traces.alignment import align as on_one_clock
 
         found_set, _ = on_one_clock(found_set)
     return found_set
+
+
+def _doubts(traces: Mapping[int, Trace]) -> Iterator[str]:
+    """A line for each thing that cannot be of one job as it ran."""
+    sizes: dict[int, list[int]] = defaultdict(list)
+    for rank, trace in traces.items():
+        sizes[trace.world_size].append(rank)
+        if twice := _twice(trace):
+            yield (
+                f"rank {rank}: {twice:,} kernels, copies or sets stand twice, at one time on one stream: they "
+                "count twice; was a trace merged with itself?"
+            )
+    said = {size: ranks for size, ranks in sizes.items() if size > 1}
+    if len(said) > 1:
+        of = "; ".join(f"{size} on rank {_shown(ranks)}" for size, ranks in sorted(said.items()))
+        yield f"ranks say that they are of jobs of different sizes ({of}): are these files of one job?"
+
+
+def _twice(trace: Trace) -> int:
+    """How much work of one name begins and ends with another on its stream, launched by the same call."""
+    rows = np.flatnonzero(trace.on_device & (trace.duration > 0))
+    columns = (trace.correlation, trace.name, trace.duration, trace.start, trace.stream, trace.pid)
+    keys = np.stack([column[rows].astype(np.int64) for column in columns])
+    keys = keys[:, np.lexsort(keys)]
+    return int((keys[:, 1:] == keys[:, :-1]).all(axis=0).sum())
 
 
 def trace_files(path: Path) -> list[Path]:

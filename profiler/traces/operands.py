@@ -68,12 +68,14 @@ class ShapedCall:
         operands: by position: a tensor, or None for what is none. Of lists of tensors the trace does not say the
             types, so they are None too.
         values: by position the text of what is no tensor; empty where the trace does not say.
+        generated: file of code that `torch.compile` made, for a kernel of that; "" of all else.
     """
 
     name: str
     phase: Phase
     operands: tuple[TracedOperand | None, ...]
     values: tuple[str, ...]
+    generated: str = ""
 
     def tensor(self, at: int) -> TracedOperand:
         """The tensor at a position.
@@ -133,11 +135,13 @@ def operator_call(name: str, phase: Phase, arguments: Mapping[str, Any]) -> Shap
         for key in ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
     )
     strides = strides if len(strides) == len(shapes) else [[]] * len(shapes)
+    generated = arguments.get("kernel_file")
     return ShapedCall(
         name=name,
         phase=phase,
         operands=tuple(map(_operand, shapes, types, strides)),
         values=tuple(map(str, values)),
+        generated=generated if isinstance(generated, str) else "",
     )
 
 

@@ -20,7 +20,9 @@ _BACKWARD, _OPTIMIZER = "autograd::engine::evaluate_function", "Optimizer."
 _LOADER = "enumerate(DataLoader)"
 # Frames that are of no use to whoever looks for the line of a model: the framework's own, and what has no file.
 _FRAME = re.compile(r"(?P<file>[^<(][^(]*\.py)\((?P<line>\d+)\): (?P<function>.+)")
-_FRAMEWORK = re.compile(r"(.*/)?(torch|torchvision|threading|contextlib|functools|runpy|importlib)(/|\.py)")
+_FRAMEWORK = re.compile(r"(.*/)?(torch|torchvision|triton|threading|contextlib|functools|runpy|importlib)(/|\.py)")
+_GENERATED = re.compile(r"(.*/)?torchinductor_[^/]*/")
+"""Where `torch.compile` puts the code that it makes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,6 +40,7 @@ class Origins:
         replay: row of the launch of a CUDA graph that work is of, whose other columns are those of the call that
             was captured, or -1.
         stacks: the call stacks of the trace.
+        notes: what of it is a guess, a line each.
     """
 
     operator: list[int]
@@ -47,6 +50,7 @@ class Origins:
     loads: list[bool]
     replay: list[int]
     stacks: Stacks
+    notes: list[str]
 
     def frames(self, trace: Trace, row: int) -> Iterator[str]:
         """The Python functions around a row, the innermost first: "model.py:42 forward"."""
@@ -55,6 +59,14 @@ class Origins:
             yield frame_text(trace.text(frame))
             above = int(self.stacks.parent[frame])
             frame = self.frame[above] if above != NONE else NONE
+
+    def source(self, trace: Trace, row: int) -> str:
+        """The innermost line around a row; of compiled code the one that calls it, and the generated one."""
+        frames = self.frames(trace, row)
+        generated, line = "", next(frames, "")
+        while _GENERATED.match(line):
+            generated, line = generated or line, next(frames, "")
+        return " via ".join(filter(None, (line, generated)))
 
 
 def frame_text(name: str) -> str:
@@ -73,7 +85,8 @@ def origins(trace: Trace, stacks: Stacks | None = None) -> Origins:
     stacks = stacks or call_stacks(trace)
     names, parents = trace.name.tolist(), stacks.parent.tolist()
     replay = [NONE] * len(trace)
-    for work, call in captured_calls(trace).items():
+    captured = captured_calls(trace)
+    for work, call in captured.calls.items():
         replay[work], parents[work] = parents[work], call
     operators, python = trace.of_category(OPERATORS).tolist(), trace.of_category(_PYTHON).tolist()
     sequence, thread = trace.argument("Sequence number").tolist(), trace.argument("Fwd thread id").tolist()
@@ -109,7 +122,8 @@ def origins(trace: Trace, stacks: Stacks | None = None) -> Origins:
         elif starts[name] is not None:
             phase[row] = starts[name] or phase[row]
     found = Origins(
-        operator=operator, phase=phase, module=module, frame=frame, loads=loads, replay=replay, stacks=stacks
+        operator=operator, phase=phase, module=module, frame=frame, loads=loads, replay=replay, stacks=stacks,
+        notes=captured.notes(trace.rank),
     )  # fmt: skip
     _of_forward(trace, found, sequence, thread, differentiates)
     return found

@@ -395,8 +395,8 @@ def _check_sizes(job: JobGraph) -> None:
     if rows.any():
         first = job.strings[ops.name[int(np.argmax(rows))]]
         raise UsageError(
-            f"{int(rows.sum())} collectives, '{first}' first, have no size in the trace: record with shapes "
-            "(record_shapes=True), or leave --cluster out"
+            f"{int(rows.sum())} collectives, '{first}' first, have no size in the trace: they were "
+            "launched before it began, or it records none (record_shapes=True does); or leave --cluster out"
         )
 
 

@@ -13,16 +13,16 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-RUNTIME = ("cuda_runtime", "cuda_driver", "hip_runtime")
+WORK = ("kernel", "gpu_memcpy", "gpu_memset", "mtia_ccp_events")
+RUNTIME = ("cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "xpu_driver")
 OLD = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime"}
-WAITS = ("Event Sync", "Context Sync", "Stream Sync", "Stream Wait Event")
+WAITS = ("Event Sync", "Context Sync", "Stream Sync", "Stream Wait Event", "event_wait")
 COMMUNICATES = re.compile(
     r"(void )?(\w+::|\(anonymous namespace\)::)*"
-    r"(nccl|rccl|(multimem_)?(one|two)_shot_|multimem_all_|cross_device_reduce)",
+    r"(nccl|rccl|hccl|(multimem_)?(one|two)_shot_|multimem_all_|cross_device_reduce)",
     re.IGNORECASE,
 )
-COPIES = re.compile(r"(cuda|hip)?(Memcpy|Memset)")
+COPIES = re.compile(r"(cuda|hip)?(Memcpy|Memset)|dma(?![a-z])")
 
 
 class Work(NamedTuple):
@@ -75,7 +75,7 @@ class Counter:
         name, category = event["name"], OLD.get(event["cat"], event["cat"])
         if category in WORK and name not in WAITS:
             kind = "computation"
-            if category != "kernel" or COPIES.match(name):
+            if category in ("gpu_memcpy", "gpu_memset") or COPIES.match(name):
                 kind = "memory"
             elif COMMUNICATES.match(name):
                 kind = "communication"

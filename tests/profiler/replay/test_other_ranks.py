@@ -18,6 +18,7 @@ from echograph.workflow.predict import replay
 from echograph.workflow.system import System
 
 CLUSTER = "dgx-a100"
+KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 
 
 def reduced(ranks: list[int], nbytes: int = 4_000_000) -> list[Event]:
@@ -26,8 +27,8 @@ def reduced(ranks: list[int], nbytes: int = 4_000_000) -> list[Event]:
         "Collective name": "allreduce", "In msg nelems": nbytes // 4, "Out msg nelems": nbytes // 4,
         "dtype": "Float", "Process Group Name": "0", "Process Group Ranks": str(ranks), "Group size": len(ranks),
     }  # fmt: skip
-    kernel = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
-    return [operator("aten::mm", 0, 100), call(5, 1, 1), work(kernel, 10, 50, 1, stream=20, **said)]
+
+    return [operator("aten::mm", 0, 100), call(5, 1, 1), work(KERNEL, 10, 50, 1, stream=20, **said)]
 
 
 def job_of(folder: Path, events: list[Event], world: int, **header: Any) -> JobGraph:
@@ -155,3 +156,17 @@ def test_a_thread_whose_events_take_no_time_is_replayed(tmp_path: Path) -> None:
     )
     result = replay(lower(TraceSet({0: found}), "traced").graph)
     assert result.step_ps == int(found.end.max())
+
+
+def test_a_size_that_one_rank_says_is_that_of_all(tmp_path: Path) -> None:
+    """Of a rank whose profile began behind the launch only the kernel is known, without a record."""
+    for rank in (0, 1):
+        events = reduced([0, 1])
+        if rank:
+            events = [operator("aten::mm", 0, 100), work(KERNEL, 10, 50, 1, stream=20)]
+        groups = [{"pg_name": "0", "ranks": [0, 1]}]
+        job = {"backend": "nccl", "rank": rank, "world_size": 2, "pg_config": groups}
+        write(tmp_path / f"rank{rank}.json", events, distributedInfo=job)
+    graph = lower(read_traces(tmp_path), "traced").graph
+    assert replay(graph, system=System(CLUSTER)).step_ps > 0
+    assert sorted(graph.ops.nbytes[graph.ops.nbytes > 0].tolist()) == [4_000_000, 4_000_000]

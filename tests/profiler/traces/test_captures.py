@@ -1,4 +1,4 @@
-"""Kernels of CUDA graphs have the operators of what was captured, where the trace has that."""
+"""Kernels of CUDA graphs have the operators of what was captured, and compiled ones the lines that call them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_traces import Event, call, job, operator, work
+from small_traces import Event, call, job, operator, work, write
 
 from echograph.profiler.analyses import ANALYSES
 
@@ -69,13 +69,38 @@ def test_calls_that_add_no_work_are_passed_by(tmp_path: Path) -> None:
     assert operators(tmp_path, events) == [("aten::op1", "[100,1]"), ("aten::op3", "[100,3]")]
 
 
+def test_a_capture_without_calls_to_spare_is_taken_first(tmp_path: Path) -> None:
+    events = [*capture(0, 100, MM, "more", RELU), *capture(100, 300, MM, RELU), *replay(300, 7, MM, RELU)]
+    assert operators(tmp_path, events) == [("aten::op1", "[300,1]"), ("aten::op2", "[300,2]")]
+
+
 def test_graphs_that_are_alike_take_turns(tmp_path: Path) -> None:
     captured = [*capture(0, 100, MM), *capture(100, 300, MM)]
     launched = [one for turn in range(4) for one in replay(300 + 50 * turn, 7 + turn, MM)]
     shapes = [shape for _, shape in operators(tmp_path, [*captured, *launched])]
     assert shapes == ["[100,1]", "[300,1]"] * 2
+    (note,) = ANALYSES["kernel-origins"](job(tmp_path, [*captured, *launched])).notes
+    assert "4 launches of CUDA graphs fit several captures" in note and "a guess" in note
+    # Where calls do not say their kernels, nothing speaks for it.
+    silent = [*capture(0, 100, MM, says=False), *capture(100, 300, RELU, says=False)]
+    assert operators(tmp_path, [*silent, *launched]) == [("", "")] * 4
     # One launch too many: which is which is not known.
     assert operators(tmp_path, [*captured, *launched, *replay(900, 30, MM)]) == [("", "")] * 5
+
+
+def test_a_capture_in_another_trace(tmp_path: Path) -> None:
+    captured = write(tmp_path / "captured.json", [*capture(0, 100, MM, RELU), *capture(100, 300, RELU, MM)])
+    traces = job(tmp_path, [*replay(5, 7, RELU, MM), *replay(50, 8, MM), *[call(90, 1, 9), work("own", 95, 1, 9)]])
+    table = ANALYSES["kernel-origins"](traces, captured=str(captured))
+    rows = sorted(table.records(), key=lambda row: row["ts"])
+    assert [(row["operator"], row["shapes"]) for row in rows] == [
+        ("aten::op1", "[300,1]"),
+        ("aten::op2", "[300,2]"),
+        ("", ""),
+        ("", ""),
+    ]
+    alone = job(tmp_path / "alone", [*replay(50, 8, "other")])
+    assert "launches no CUDA graph" in ANALYSES["kernel-origins"](alone, captured=str(captured)).notes[0]
 
 
 def test_work_of_the_data_loader_says_so(tmp_path: Path) -> None:
@@ -84,3 +109,25 @@ def test_work_of_the_data_loader_says_so(tmp_path: Path) -> None:
     events += [operator("aten::mm", 60, 20), call(61, 1, 2), work(MM, 70, 5, 2)]
     rows = ANALYSES["kernel-origins"](job(tmp_path, events)).records()
     assert [row["phase"] for row in rows] == ["data loading", "forward"]
+
+
+def test_compiled_kernels_have_the_line_that_calls_them(tmp_path: Path) -> None:
+    def python(name: str, ts: float, dur: float) -> Event:
+        return operator(name, ts, dur) | {"cat": "python_function"}
+
+    generated = "/tmp/torchinductor_me/ab/cab.py"
+    name = "triton_poi_fused_add_0"
+    events = [
+        python("train.py(31): step", 0, 90),
+        python("torch/_dynamo/eval_frame.py(700): _fn", 1, 80),
+        python(f"{generated}(40): call", 2, 70),
+        python("triton/backends/nvidia/driver.py(500): __call__", 3, 60),
+        operator(name, 4, 30, kernel_file=generated),
+        *[call(5, 1, 1), work(name, 20, 5, 1)],
+    ]
+    (row,) = ANALYSES["kernel-origins"](job(tmp_path, events)).records()
+    assert row["source"] == f"train.py:31 step via {generated}:40 call"
+    (row,) = ANALYSES["kernel-origins"](job(tmp_path, events[4:])).records()
+    assert row["source"] == generated
+    (row,) = ANALYSES["shapes"](job(tmp_path, events[4:])).records()
+    assert row["source"] == generated

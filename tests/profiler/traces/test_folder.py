@@ -208,3 +208,19 @@ def test_a_file_that_nothing_here_reads_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 5}))
     with pytest.raises(InputError, match=r"config\.json: not a trace"):
         read_traces(tmp_path)
+
+
+def test_work_that_stands_twice_is_said(tmp_path: Path) -> None:
+    events = [*launched("gemm", 0, 5, 10, 1), work("gemm", 5, 10, 2), *launched("gemm", 20, 30, 10, 3)]
+    assert not read_traces(write(tmp_path / "once.json", events)).notes
+    (note,) = read_traces(write(tmp_path / "twice.json", events * 2)).notes
+    assert "3 kernels, copies or sets stand twice" in note
+
+
+def test_jobs_of_different_sizes_are_said(tmp_path: Path) -> None:
+    for rank, size in enumerate((2, 2, 8)):
+        said = {"distributedInfo": {"rank": rank, "world_size": size}}
+        write(tmp_path / "job" / f"{rank}.json", launched("gemm", 0, 5, 10, 1), rank=None, **said)
+    (note,) = read_traces(tmp_path / "job").notes
+    assert "different sizes (2 on rank 0, 1; 8 on rank 2)" in note
+    assert not read_traces(tmp_path / "job", ranks=[0, 1]).notes

@@ -11,7 +11,9 @@ from small_traces import job, launched, operator, work, write
 
 from echograph.ir.comms.record import FORMAT, CallSignature, GroupLine, HeaderLine, RecordLine, encode
 from echograph.profiler.traces import read_trace
-from echograph.profiler.traces.collectives import collectives, kind_of, matched
+from echograph.profiler.traces.collectives import Meeting, collectives, kind_of, matched
+
+KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 
 
 @pytest.mark.parametrize(
@@ -160,3 +162,36 @@ def test_collectives_of_groups_are_matched_in_their_groups(tmp_path: Path) -> No
     assert sorted((tuple(one.calls), one.number) for one in met) == [
         ((0, 1), 0), ((0, 1), 1), ((0, 1, 2, 3), 0), ((2, 3), 0), ((2, 3), 1),
     ]  # fmt: skip
+
+
+def windows(tmp_path: Path, begins: list[int], count: int, late: dict[int, float] | None = None) -> list[Meeting]:
+    """All-reduces of growing size, one a millisecond; each rank's profile begins at another of them."""
+    parts = []
+    for rank, begin in enumerate(begins):
+        events = []
+        for number in range(begin, count):
+            said = {"Collective name": "allreduce", "dtype": "Float", "Process Group Ranks": "[0, 1, 2]"}
+            said |= {"In msg nelems": 100 * (number % 4), "Out msg nelems": 100 * (number % 4)}
+            start = 1000 * number + 7 * rank + (late or {}).get(rank, 0)
+            end = 1000 * number + 300 + (late or {}).get(rank, 0)
+            events += launched(KERNEL, start - 5, start, end - start, number + 1, stream=20, **said)
+        parts.append(events)
+    return matched(job(tmp_path, *parts))[0]
+
+
+def test_profiles_that_begin_one_after_the_other_are_matched_by_time(tmp_path: Path) -> None:
+    met = windows(tmp_path, [0, 3, 2], 12)
+    assert len(met) == 9
+    sizes = [{call.nbytes for call in one.calls.values()} for one in met]
+    assert all(len(size) == 1 for size in sizes) and sizes[0] == {4 * 100 * 3}
+
+
+def test_clocks_that_disagree_match_nothing(tmp_path: Path) -> None:
+    assert windows(tmp_path, [0, 3, 2], 12, {2: 500.0}) == []
+    # Equally many are matched by their order whatever the clocks say.
+    assert len(windows(tmp_path / "equal", [0, 0, 0], 12, {2: 500.0})) == 12
+
+
+def test_a_shift_at_which_sizes_differ_is_not_taken(tmp_path: Path) -> None:
+    """A clock that is wrong by just one interval looks right but for the sizes."""
+    assert windows(tmp_path, [0, 0, 1], 12, {2: 1000.0}) == []
