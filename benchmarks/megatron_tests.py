@@ -240,11 +240,10 @@ def run_test(
     if anew or before.get("error", "none") or not job.is_file():
         before = _captured(test, folder, job, limit_s, given)
     record |= {key: before.get(key, "") for key in _OF_CAPTURE} | {"rows": [], "simulated_by": code()}
-    packs = any(note.endswith(_PACKS) for note in record["notes"] or ())
-    jobs = _jobs(test, folder, job, limit_s, given, anew, record, packs)
+    jobs = _jobs(test, folder, job, limit_s, given, anew, record)
     if not record["error"] and not captures_only:
         try:
-            record["rows"] = _simulated(test, jobs, packs)
+            record["rows"] = _simulated(test, jobs)
         except Exception as error:
             record["error"] = f"simulation: {type(error).__name__}: {str(error).splitlines()[0]}"
     whole = file.with_suffix(".part")
@@ -254,18 +253,11 @@ def run_test(
 
 
 def _jobs(
-    test: Test,
-    folder: Path,
-    job: Path,
-    limit_s: float,
-    given: Sequence[str],
-    anew: bool,
-    record: Record,
-    packs: bool,
+    test: Test, folder: Path, job: Path, limit_s: float, given: Sequence[str], anew: bool, record: Record
 ) -> dict[str, Path]:
     """Captures by what `--attention-backend` would say of a measurement's library; "": as it is."""
     jobs = {"": job}
-    for backend in sorted({_backend(test, row, packs) for row in test.measured if row["gpu"] in CLUSTERS} - {""}):
+    for backend in sorted({_backend(test, row) for row in test.measured if row["gpu"] in CLUSTERS} - {""}):
         jobs[backend] = job.with_suffix(f".{backend}.pb")
         if not record["error"] and (anew or not jobs[backend].is_file()):
             of = replace(test, arguments=(*test.arguments, _BACKEND, backend))
@@ -276,23 +268,17 @@ def _jobs(
 
 
 _BACKEND = "--attention-backend"
-_PACKS = f"{_BACKEND} flash captures it so"
 _DROPOUT = "--attention-dropout"
 _NEW_LTS = "2025-11-06"
 """Until then images of "lts" were made of NVIDIA's PyTorch 24.01 (Megatron-LM, .gitlab/stages/01.build.yml)."""
 
 
-def _backend(test: Test, row: Mapping[str, Any], packs: bool) -> str:
+def _backend(test: Test, row: Mapping[str, Any]) -> str:
     """What `--attention-backend` would say of the library that a measurement ran attention with.
 
     In one order, Transformer Engine 1.2, that of 24.01, ruled out FlashAttention-2 (pytorch/attention.py:
     DotProductAttention), and cuDNN but on Hopper, so that attention was unfused. Since then FlashAttention runs
-    where cuDNN has none, and packs what is padded.
-
-    Args:
-        test: the set.
-        row: the measurement.
-        packs: whether FlashAttention would pack.
+    where cuDNN has none, and copies what it is given, or packs what is padded.
     """
     given = list(test.arguments)
     engine = "--transformer-impl" not in given or given[given.index("--transformer-impl") + 1] != "local"
@@ -302,7 +288,7 @@ def _backend(test: Test, row: Mapping[str, Any], packs: bool) -> str:
     dates = [date for date, _ in row["runs"]]
     if in_order and row["platform"].startswith("lts") and row["gpu"] == "A100" and dates and dates[-1] < _NEW_LTS:
         return "unfused"
-    return "flash" if packs and not _has_cudnn(test, row["gpu"], in_order) else ""
+    return "" if _has_cudnn(test, row["gpu"], in_order) else "flash"
 
 
 def _has_cudnn(test: Test, gpu: str, in_order: bool) -> bool:
@@ -381,7 +367,7 @@ def _last_line(text: str) -> str:
     return next((line for line in reversed(lines) if line.startswith("echoc: ")), (lines or ["no message"])[-1])
 
 
-def _simulated(test: Test, jobs: Mapping[str, Path], packs: bool) -> list[dict[str, Any]]:
+def _simulated(test: Test, jobs: Mapping[str, Path]) -> list[dict[str, Any]]:
     from echograph import load, simulate
     from echograph.workflow.system import System
 
@@ -391,7 +377,7 @@ def _simulated(test: Test, jobs: Mapping[str, Path], packs: bool) -> list[dict[s
     for row in test.measured:
         if row["gpu"] not in CLUSTERS:
             continue
-        run = row["gpu"], _backend(test, row, packs)
+        run = row["gpu"], _backend(test, row)
         if run not in made:
             made[run] = simulate(load(jobs[run[1]]), System(CLUSTERS[row["gpu"]]))
         result = made[run]

@@ -87,17 +87,14 @@ def test_what_is_there_is_not_captured_again(tmp_path: Path, monkeypatch: pytest
         assert json.loads((tmp_path / f"{test.key}.json").read_text()) == json.loads(json.dumps(record))
 
 
-def test_what_flash_attention_would_pack_is_captured_again_for_gpus_without_cudnn_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_of_another_library_is_captured_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[tuple[str, ...]] = []
 
     def capture(test: Any, folder: Path, job: Path, *_: Any) -> dict[str, Any]:
         del folder
         captured.append(test.arguments)
         job.write_bytes(b"a graph")
-        notes = [f"as it is: {megatron_tests._PACKS}"]
-        return {"error": "", "notes": notes, "capture_cpu_s": 1.0, "capture_wall_s": 2.0, "captured_by": "abc"}
+        return {"error": "", "notes": [], "capture_cpu_s": 1.0, "capture_wall_s": 2.0, "captured_by": "abc"}
 
     monkeypatch.setattr(megatron_tests, "_captured", capture)
     monkeypatch.setattr(megatron_tests, "_simulated", lambda *_: [])
@@ -134,8 +131,7 @@ def test_which_library_ran_attention(gpu: str, platform: str, date: str, argumen
         measured=(),
     )
     row = {"gpu": gpu, "platform": platform, "runs": [(date, 1.0)]}
-    assert megatron_tests._backend(test, row, packs=True) == backend
-    assert megatron_tests._backend(test, row, packs=False) == (backend if backend == "unfused" else "")
+    assert megatron_tests._backend(test, row) == backend
 
 
 def test_a_failed_simulation_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +153,7 @@ def test_a_run_s_spread_is_the_slow_iterations_over_the_fastest(
     monkeypatch.setattr("echograph.load", lambda _: None)
     monkeypatch.setattr("echograph.simulate", lambda *_: result)
     (test,) = megatron_tests.tests_of(written(tmp_path / "table.csv", line("gpt/a")), tmp_path)
-    (found,) = megatron_tests._simulated(test, {"": tmp_path}, False)
+    (found,) = megatron_tests._simulated(test, {"": tmp_path})
     assert (
         found["spread"] == pytest.approx(1.5)
         and found["predicted_s"] == 1.0
