@@ -10,8 +10,9 @@ logs; what names files (data, checkpoints, vocabularies, boards) is left out or 
 Each set of arguments is captured once, by `echoc capture megatron`, and simulated on each platform that has a
 measurement. Results stay in the folder of results, a file a set: a second call goes on where the first was
 stopped, `--again failed` tries those anew that failed, `--again simulations` simulates anew what is captured,
-`--again all` does all. A set whose padded sequences FlashAttention would pack is captured twice, since on some
-GPUs cuDNN has no such attention. `--page docs/accuracy.md` writes the page's part (`benchmarks.megatron_page`).
+`--again all` does all. A set whose attention another library ran on some of its GPUs or in some of its
+containers is captured once for each (`_backend`). `--page docs/accuracy.md` writes the page's part
+(`benchmarks.megatron_page`).
 
 With `--history CLONE`, a clone that has its history, a test's arguments are those that it was measured with, which
 are not all those of the checkout, and its results say when that was, and what else it took
@@ -254,24 +255,43 @@ def run_test(
 def _jobs(
     test: Test, folder: Path, job: Path, limit_s: float, given: Sequence[str], anew: bool, record: Record
 ) -> dict[str, Path]:
-    """Captures by GPU. Where cuDNN has no such attention, FlashAttention runs, which packs what is padded."""
-    jobs = dict.fromkeys(CLUSTERS, job)
-    if record["error"] or not any(note.endswith(_PACKS) for note in record["notes"]):
-        return jobs
-    without = {gpu for gpu in CLUSTERS if not _has_cudnn(test, gpu)} & {row["gpu"] for row in test.measured}
-    packed = job.with_suffix(".flash.pb")
-    if without and (anew or not packed.is_file()):
-        of = replace(test, arguments=(*test.arguments, *_PACKS.split()[:2]))
-        made = _captured(of, folder, packed, limit_s, given)
-        record["error"] = made["error"]
-        record["capture_cpu_s"] += made["capture_cpu_s"]
-    return jobs | dict.fromkeys(without, packed)
+    """Captures by what `--attention-backend` would say of a measurement's library; "": as it is."""
+    jobs = {"": job}
+    for backend in sorted({_backend(test, row) for row in test.measured if row["gpu"] in CLUSTERS} - {""}):
+        jobs[backend] = job.with_suffix(f".{backend}.pb")
+        if not record["error"] and (anew or not jobs[backend].is_file()):
+            of = replace(test, arguments=(*test.arguments, _BACKEND, backend))
+            made = _captured(of, folder, jobs[backend], limit_s, given)
+            record["error"] = made["error"]
+            record["capture_cpu_s"] += made["capture_cpu_s"]
+    return jobs
 
 
-_PACKS = "--attention-backend flash captures it so"
+_BACKEND = "--attention-backend"
+_DROPOUT = "--attention-dropout"
+_NEW_LTS = "2025-11-06"
+"""Until then images of "lts" were made of NVIDIA's PyTorch 24.01 (Megatron-LM, .gitlab/stages/01.build.yml)."""
 
 
-def _has_cudnn(test: Test, gpu: str) -> bool:
+def _backend(test: Test, row: Mapping[str, Any]) -> str:
+    """What `--attention-backend` would say of the library that a measurement ran attention with.
+
+    In one order, Transformer Engine 1.2, that of 24.01, ruled out FlashAttention-2 (pytorch/attention.py:
+    DotProductAttention), and cuDNN but on Hopper, so that attention was unfused. Since then FlashAttention runs
+    where cuDNN has none, and copies what it is given, or packs what is padded.
+    """
+    given = list(test.arguments)
+    engine = "--transformer-impl" not in given or given[given.index("--transformer-impl") + 1] != "local"
+    if _BACKEND in given or not engine:
+        return ""
+    in_order = "--deterministic-mode" in given or test.environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+    dates = [date for date, _ in row["runs"]]
+    if in_order and row["platform"].startswith("lts") and row["gpu"] == "A100" and dates and dates[-1] < _NEW_LTS:
+        return "unfused"
+    return "" if _has_cudnn(test, row["gpu"], in_order) else "flash"
+
+
+def _has_cudnn(test: Test, gpu: str, in_order: bool) -> bool:
     """Whether Transformer Engine takes cuDNN's attention for a test on a GPU."""
     from echograph.profiler.costs.deterministic import is_possible
     from echograph.workflow.system import System
@@ -280,12 +300,8 @@ def _has_cudnn(test: Test, gpu: str) -> bool:
     assert device is not None
     given = list(test.arguments)
     dropout = float(given[given.index(_DROPOUT) + 1]) if _DROPOUT in given else 0.1
-    return "cudnn" in device.attention and is_possible(
-        "cudnn", device.datasheet.architecture, dropout, "--deterministic-mode" in given
-    )
+    return "cudnn" in device.attention and is_possible("cudnn", device.datasheet.architecture, dropout, in_order)
 
-
-_DROPOUT = "--attention-dropout"
 
 _OF_CAPTURE = ("error", "notes", "capture_cpu_s", "capture_wall_s", "captured_by")
 
@@ -356,13 +372,15 @@ def _simulated(test: Test, jobs: Mapping[str, Path]) -> list[dict[str, Any]]:
     from echograph.workflow.system import System
 
     began = time.process_time()
-    made, rows = {}, []
+    made: dict[tuple[str, str], Any] = {}
+    rows = []
     for row in test.measured:
         if row["gpu"] not in CLUSTERS:
             continue
-        if row["gpu"] not in made:
-            made[row["gpu"]] = simulate(load(jobs[row["gpu"]]), System(CLUSTERS[row["gpu"]]))
-        result = made[row["gpu"]]
+        run = row["gpu"], _backend(test, row)
+        if run not in made:
+            made[run] = simulate(load(jobs[run[1]]), System(CLUSTERS[row["gpu"]]))
+        result = made[run]
         rows.append(
             {
                 "id": row["id"], "platform": row["platform"], "gpu": row["gpu"],

@@ -56,7 +56,7 @@ def arguments() -> argparse.Namespace:
     model.add_argument("--disable-bias-linear", action="store_true")
     model.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     model.add_argument("--transformer-impl", choices=["local", "transformer_engine"], default="local")
-    model.add_argument("--attention-backend", choices=["flash", "unfused"], default="flash")
+    model.add_argument("--attention-backend", choices=["auto", "flash", "fused", "unfused"], default="auto")
     experts = parser.add_argument_group("experts")
     experts.add_argument("--num-experts", type=int)
     experts.add_argument("--moe-router-topk", type=int, default=2)
@@ -227,7 +227,7 @@ def build_chunk(args: argparse.Namespace, config: TransformerConfig, chunk: int 
         )
     else:
         layer = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization)
-    if args.transformer_impl == "local" and args.attention_backend == "flash":
+    if args.transformer_impl == "local" and args.attention_backend in ("auto", "flash"):
         layer.submodules.self_attention.submodules.core_attention = ModuleSpec(module=FlashAttention)
     module = GPTModel(
         config=config,

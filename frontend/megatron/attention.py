@@ -169,7 +169,7 @@ class DotProductAttention(nn.Module):
     def _of_flash(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         """[sequence, batch, heads, channels], by FlashAttention, which takes batches first."""
         query, key, value = (tensor.transpose(0, 1).contiguous() for tensor in (query, key, value))
-        out = self._kernel(*(tensor.transpose(0, 1) for tensor in (query, key, value)), causal)
+        out = self._kernel(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), causal)
         return out.contiguous()
 
     def _of_packed(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
@@ -183,12 +183,11 @@ class DotProductAttention(nn.Module):
         else:
             of_keys = packing.indices(batch, len(key), key.device)
             tokens = [*packing.packed(index, tokens[0]), *packing.packed(of_keys, *tokens[1:])]
-        given = (tensor.unflatten(0, (batch, -1)).transpose(0, 1) for tensor in tokens)
+        given = (tensor.view(batch, -1, *tensor.shape[1:]).transpose(0, 1) for tensor in tokens)
         out: Tensor = self.without_padding(*given, attn_mask_type="causal" if causal else "no_mask")
-        back = packing.unpacked(
-            index, batch * length, out.transpose(0, 1).flatten(0, 1).unflatten(-1, tokens[0].shape[1:])
-        )
-        return back.unflatten(0, (batch, length)).flatten(2).transpose(0, 1).contiguous()
+        heads = out.transpose(0, 1).reshape(batch * length, query.shape[2], -1)
+        back = packing.unpacked(index, batch * length, heads)
+        return back.view(batch, length, -1).transpose(0, 1).contiguous()
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> Tensor:
         """A product, a softmax with scale and mask in one kernel, a dropout, a product."""

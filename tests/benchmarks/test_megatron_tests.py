@@ -87,29 +87,51 @@ def test_what_is_there_is_not_captured_again(tmp_path: Path, monkeypatch: pytest
         assert json.loads((tmp_path / f"{test.key}.json").read_text()) == json.loads(json.dumps(record))
 
 
-def test_what_flash_attention_would_pack_is_captured_again_for_gpus_without_cudnn_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_of_another_library_is_captured_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[tuple[str, ...]] = []
 
     def capture(test: Any, folder: Path, job: Path, *_: Any) -> dict[str, Any]:
         del folder
         captured.append(test.arguments)
         job.write_bytes(b"a graph")
-        notes = [f"as it is: {megatron_tests._PACKS}"]
-        return {"error": "", "notes": notes, "capture_cpu_s": 1.0, "capture_wall_s": 2.0, "captured_by": "abc"}
+        return {"error": "", "notes": [], "capture_cpu_s": 1.0, "capture_wall_s": 2.0, "captured_by": "abc"}
 
     monkeypatch.setattr(megatron_tests, "_captured", capture)
-    monkeypatch.setattr(megatron_tests, "_simulated", lambda _, jobs: [{gpu: str(jobs[gpu]) for gpu in jobs}])
+    monkeypatch.setattr(megatron_tests, "_simulated", lambda *_: [])
     of = {"args": '{"deterministic-mode": true}'}
     lines = line("t5/a", **of), line("t5/a", "dev_dgx_a100", gpu="A100", **of)
     (test,) = megatron_tests.tests_of(written(tmp_path / "table.csv", *lines), tmp_path)
-    (made,) = megatron_tests.run_test(test, tmp_path, tmp_path, 1.0, True, False)["rows"] or [{}]
-    assert not made and captured[1] == (*captured[0], "--attention-backend", "flash")
-    record = megatron_tests.run_test(test, tmp_path, tmp_path, 1.0, False, False)
-    (jobs,) = record["rows"]
-    assert len(captured) == 2 and jobs["A100"] != jobs["H100"]
-    assert megatron_tests._has_cudnn(test, "H100") and not megatron_tests._has_cudnn(test, "GB200")
+    for _ in range(2):
+        megatron_tests.run_test(test, tmp_path, tmp_path, 1.0, False, False)
+    assert captured == [test.arguments, (*test.arguments, "--attention-backend", "flash")]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "platform", "date", "arguments", "backend"),
+    [
+        ("A100", "lts_dgx_a100", "2025-05-01", "--deterministic-mode", "unfused"),
+        ("A100", "lts_dgx_a100", "2025-11-06", "--deterministic-mode", "flash"),
+        ("A100", "lts_dgx_a100", "2025-05-01", "", "flash"),
+        ("A100", "lts_dgx_a100", "2025-05-01", "--deterministic-mode --transformer-impl local", ""),
+        ("A100", "lts_dgx_a100", "2025-05-01", "--deterministic-mode --attention-backend unfused", ""),
+        ("A100", "dev_dgx_a100", "2025-05-01", "--deterministic-mode", "flash"),
+        ("H100", "dev_dgx_h100", "2025-05-01", "--deterministic-mode", ""),
+        ("GB200", "dev_dgx_gb200", "2026-05-01", "--deterministic-mode", "flash"),
+        ("GB200", "dev_dgx_gb200", "2026-05-01", "--deterministic-mode --attention-dropout 0.0", ""),
+    ],
+)
+def test_which_library_ran_attention(gpu: str, platform: str, date: str, arguments: str, backend: str) -> None:
+    test = megatron_tests.Test(
+        name="t",
+        names=("t",),
+        script="s.py",
+        arguments=tuple(arguments.split()),
+        environment={},
+        gpus=8,
+        measured=(),
+    )
+    row = {"gpu": gpu, "platform": platform, "runs": [(date, 1.0)]}
+    assert megatron_tests._backend(test, row) == backend
 
 
 def test_a_failed_simulation_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +153,7 @@ def test_a_run_s_spread_is_the_slow_iterations_over_the_fastest(
     monkeypatch.setattr("echograph.load", lambda _: None)
     monkeypatch.setattr("echograph.simulate", lambda *_: result)
     (test,) = megatron_tests.tests_of(written(tmp_path / "table.csv", line("gpt/a")), tmp_path)
-    (found,) = megatron_tests._simulated(test, {"H100": tmp_path})
+    (found,) = megatron_tests._simulated(test, {"": tmp_path})
     assert (
         found["spread"] == pytest.approx(1.5)
         and found["predicted_s"] == 1.0
