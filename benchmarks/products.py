@@ -45,12 +45,12 @@ def correlation(table: KernelTable, device: str, model: str) -> tuple[int, float
     at = {
         shape: row for row, shape in enumerate(zip(m.tolist(), n.tolist(), k.tolist(), strict=True)) if kept[row]
     }
-    others = defaultdict(list)
+    others: dict[tuple[float, float], list[float]] = defaultdict(list)
     for rows, columns, depth in at:
         if (rows, depth, columns) in at:
             others[rows, depth].append(columns)
     random = np.random.default_rng(0)
-    one, together, parts = [], [], []
+    one, together, parts = list[float](), list[float](), list[float]()
     for (rows, width), columns in others.items():
         for _ in range(LAYERS if len(columns) >= LINEARS else 0):
             drawn = random.choice(columns, LINEARS, replace=False)
