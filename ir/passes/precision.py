@@ -451,6 +451,9 @@ class _NarrowProducts(StepWriter):
         self._kernel(self._cast_name(wanted), op, read, made, source.nbytes, written)
 
     def _cast_name(self, wanted: list[NarrowOperand]) -> str:
+        """A tensor as it is, transposed, or both; kernels that torch.compile makes of both are slow ones."""
+        if self.recipe.kept == "bf16" and len({each.columns for each in wanted}) > 1:
+            return f"{self.recipe.format}.cast_both"
         return f"{self.recipe.format}.cast{'_transpose' if any(each.columns for each in wanted) else ''}"
 
     def _cast_rows(self, operand: NarrowOperand, scope: object, op: t.Compute) -> None:

@@ -86,6 +86,10 @@ has no such mode (NVIDIA/TransformerEngine#2748); products with scales of blocks
 ROWWISE_SLOWER, ROWWISE_SPREAD = 1.05, 0.05
 """FP8 products with a scale a row, over those with a scale a tensor: most shapes reach 90 to 100 % of their rate
 (pytorch/pytorch#147971; the middle is taken)."""
+_BOTH, BOTH_SLOWER, BOTH_SPREAD = re.compile(r"\w+\.cast_both"), 2.2 / 1.4, 0.15
+"""Kernels of torch.compile that cast a tensor and its transpose, over their bytes: they read it twice, and reach
+1.4 TB/s for gradients on an H100 where its other kernels of FP8 reach 2.2 (pytorch/pytorch, issue 133242; one that
+is smaller 1.5 of 2)."""
 _COLUMNS, COLUMNS_SLOWER, COLUMNS_SPREAD = re.compile(r"fp8\.(amax|cast)_columns"), 3.0, 0.4
 """Kernels of torch.compile that scale each column of a tensor, over their bytes: 72 speedups of a norm, a linear
 layer and a sigmoid, both ways, with 8,192 to 32,768 rows on H100 (pytorch/ao, pull request 2312, float8/README.md)
@@ -599,6 +603,8 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         row_bytes=row or DEFAULT_ROW_BYTES,
         library=op.name.partition(".")[0],
     )
+    if _BOTH.match(op.name):
+        return _slower(cost, BOTH_SLOWER, BOTH_SPREAD)
     return _slower(cost, COLUMNS_SLOWER, COLUMNS_SPREAD) if _COLUMNS.match(op.name) else cost
 
 

@@ -189,6 +189,8 @@ def test_bytes_of_casts_with_one_scale() -> None:
     kept = Precision(dtype="fp8", kept="fp8")(model())
     assert moved(kept, "fp8.amax") == moved(graph, "fp8.amax")
     assert moved(kept, "fp8.cast") == LAYERS * (2 + 1 + 1) * (forward + gradients)
+    # Gradients alone are wanted both ways in one phase where inputs are cast again.
+    assert moved(graph, "fp8.cast_both") == LAYERS * (2 + 1 + 1) * gradients and not moved(kept, "fp8.cast_both")
 
 
 def test_delayed_scaling_looks_for_no_maxima() -> None:

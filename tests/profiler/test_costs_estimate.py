@@ -37,7 +37,15 @@ from echograph.profiler.costs import (
     memory_bound,
 )
 from echograph.profiler.costs.device import CostEstimate
-from echograph.profiler.costs.estimate import ROWWISE_SLOWER, SCAN_KERNELS, SCAN_SHARE, cost_of, estimate
+from echograph.profiler.costs.estimate import (
+    BOTH_SLOWER,
+    COLUMNS_SLOWER,
+    ROWWISE_SLOWER,
+    SCAN_KERNELS,
+    SCAN_SHARE,
+    cost_of,
+    estimate,
+)
 from echograph.units import to_ps
 
 H100, V100 = load_device("h100-sxm"), load_device("v100-sxm2")
@@ -141,6 +149,20 @@ def test_a_scaled_product_has_its_scales_last_and_its_casts_apart() -> None:
     assert by_rows.seconds == pytest.approx(ROWWISE_SLOWER * expected.seconds) and by_rows.source == "analytical"
     whole = gemm(H100, 96, 520, 4000, layout="TN", dtype="fp8")
     assert cost("aten.mm", [A, B], [C], Gemm(transpose_b=True), dtype=FP8) == whole
+
+
+@pytest.mark.parametrize(
+    ("kernel", "longer"),
+    [
+        ("fp8.cast", 1.0),
+        ("fp8.cast_transpose", 1.0),
+        ("fp8.cast_both", BOTH_SLOWER),
+        ("fp8.cast_columns", COLUMNS_SLOWER),
+    ],
+)
+def test_compiled_casts_of_columns_are_slow(kernel: str, longer: float) -> None:
+    found = cost(kernel, [A], [(A, FP8)])
+    assert found.seconds == pytest.approx(longer * by_bytes("elementwise", library="fp8").seconds)
 
 
 @pytest.mark.parametrize(("device", "longer"), [("h100-sxm", 1.15), ("h200", 1.15), ("b200", 1.0)])
