@@ -106,6 +106,12 @@ def know(tensor: FakeTensor, values: Tensor) -> None:
         setattr(tensor, _VALUES, values)
 
 
+def copied(values: Tensor) -> Tensor:
+    """Values in memory of their own, which what is written to the tensor that they are of does not change."""
+    with _disable_current_modes():
+        return values.clone()
+
+
 def keep(tensor: Tensor, out: Tensor) -> None:
     """What a tensor becomes that is brought elsewhere has its values."""
     known = _with_values(tensor)
@@ -165,6 +171,8 @@ def exchanged(func: Any, args: tuple[Any, ...], out: Any) -> None:
 def forget(tensor: Any) -> None:
     """What lies in the memory of a tensor, or of several, is no longer known, for views neither."""
     for one in tensor if isinstance(tensor, list | tuple) else (tensor,):
+        if isinstance(one, FakeTensor):
+            one.constant = None  # what PyTorch itself keeps of a number
         values = getattr(one, _VALUES, None)
         if values is not None:
             delattr(one, _VALUES)

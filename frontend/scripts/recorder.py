@@ -316,7 +316,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._forced: str | None = None
         self._context: dict[str, Any] = {}
         self._pace: Optimizer | None = None
-        self._optimizing = 0
+        self._optimizing = self._framework_steps = 0
         self._trains = False
         self._after_backward = False
         self._pass = self._backward_pass = 0
@@ -531,12 +531,21 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
     def _optimizer_ends(self, stepping: Optimizer, *_: Any) -> None:
         self._optimizing -= 1
-        if self._optimizing:
+        if self._optimizing or self._framework_steps:
             return  # one that another one is made of
         if self._pace is None:
             self._pace = stepping
         if self._counts and stepping is self._pace:
             self.step_ends()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """An optimizer of a framework steps, which says itself where that ends; it may be made of PyTorch's."""
+        self._framework_steps += 1
+        try:
+            yield
+        finally:
+            self._framework_steps -= 1
 
     @contextmanager
     def making_states(self) -> Iterator[None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -163,3 +165,17 @@ def test_no_script_is_told_how_an_unknown_number_compares(kind: torch.dtype, ask
         ASKED[ask](read)
     assert f"{read:.2f}" == "1.00"
     assert kind == torch.float32 or "abc"[read] == "b"
+
+
+def test_what_a_rank_tells_others_it_knows_itself_and_they_know_later() -> None:
+    told = World(size=2)
+    for rank in (0, 1):
+        with replace(told, rank=rank).entered(), fake_mode(), device.present(told):
+            dist.init_process_group("nccl")
+            seed = torch.tensor([7 + rank]).cuda()
+            dist.broadcast(seed, src=0)
+            assert seed.item() == 7
+            other = torch.tensor([3 + rank]).cuda()
+            dist.broadcast(other, src=1)  # which did not run when rank 0 did
+            with pytest.raises(CaptureError, match="decides") if rank == 0 else nullcontext():
+                assert other.item() == 4
