@@ -271,6 +271,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         notes: for the user, each once.
         warnings: of what is unlikely to be meant, each once (`checks`).
         loaded: sizes of the first dimension of what loaders gave last, and the line of the script that asked.
+        sampled: the same, as it was when the first input of the recorded step came.
         stepped_at: the line of the script in which the optimizer stepped.
         ungraded: names of parameters that the optimizer has and no backward pass reached.
         steps: training steps that have ended.
@@ -302,6 +303,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.notes: dict[str, None] = {}
         self.warnings: dict[str, None] = {}
         self.loaded: tuple[frozenset[int], str] | None = None
+        self.sampled = self.loaded
         self.stepped_at, self.ungraded = "", list[str]()
         self.steps = 0
         self.recorded = False
@@ -516,7 +518,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
                 self.step_begins()
         # A module without parameters outside of all others prepares data.
         if self.sample is None and self._recording and self._trains:
-            self.sample = next((a for a in args if isinstance(a, Tensor)), None)
+            self.sample, self.sampled = next((a for a in args if isinstance(a, Tensor)), None), self.loaded
         self._stack.append(self.memory.path_of(module))
 
     def _module_ends(self, *_: Any) -> None:

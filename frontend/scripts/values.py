@@ -121,21 +121,16 @@ def line_of_script() -> str:
     return ""
 
 
-def _true_or_not(number: Any) -> bool:
-    where = caller()
-    return True if where is None else _decided(where, "whether a tensor's value is true")
-
-
 class StandInNumber(float):
-    """A number that stands for one that is not known."""
-
-    __bool__ = _true_or_not
+    """A number that stands for one that is not known, other than 0."""
 
 
 class StandInInteger(int):
-    """The same of integers, and of what is true or false."""
+    """The same of integers, and of what is true or false; these may be 0."""
 
-    __bool__ = _true_or_not
+    def __bool__(self) -> bool:
+        where = caller()
+        return True if where is None else _decided(where, "whether a tensor's value is true")
 
 
 def _arithmetic(kind: type, name: str) -> Any:
