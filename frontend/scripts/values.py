@@ -74,7 +74,10 @@ def answer(tensor: Tensor, note: NoteTaker) -> Any:
 
 @contextmanager
 def deciding(lines: Mapping[str, bool]) -> Iterator[None]:
-    """In the context, a script goes the way that was chosen where values decide: `file.py:line` -> which."""
+    """In the context, a script goes the way that was chosen where values decide: `file.py:line` -> which.
+
+    One of `file.py` is of all its lines that have none of their own.
+    """
     token = _DECIDED.set(lines)
     try:
         yield
@@ -88,7 +91,8 @@ def _decided(where: str, what: str) -> bool:
     Raises:
         CaptureError: nobody said.
     """
-    chosen = _DECIDED.get({}).get(where)
+    lines = _DECIDED.get({})
+    chosen = lines.get(where, lines.get(where.partition(":")[0]))
     if chosen is None:
         raise CaptureError(
             f"{where}: {what} decides what the script does, and a capture has no values: decide on steps or "

@@ -125,6 +125,9 @@ def test_the_user_says_which_way() -> None:
     with values.deciding({f"test_host_values.py:{line}": True, f"test_host_values.py:{line + 1}": False}):
         assert loss > 3
         assert not loss.item() < 3
+    with values.deciding({"test_host_values.py": False, f"test_host_values.py:{line + 3}": True}):
+        assert loss > 3
+        assert not loss > 3
 
 
 def test_a_slice_between_known_tensors_is_as_long_as_they_say() -> None:
