@@ -171,8 +171,6 @@ def exchanged(func: Any, args: tuple[Any, ...], out: Any) -> None:
 def forget(tensor: Any) -> None:
     """What lies in the memory of a tensor, or of several, is no longer known, for views neither."""
     for one in tensor if isinstance(tensor, list | tuple) else (tensor,):
-        if isinstance(one, FakeTensor):
-            one.constant = None  # what PyTorch itself keeps of a number
         values = getattr(one, _VALUES, None)
         if values is not None:
             delattr(one, _VALUES)

@@ -107,7 +107,7 @@ class MemoryRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         def resize(storage: Any, size: int) -> Any:
             # FSDP gives memory back and takes it again under the same tensors: what stood for it stands no more.
             if self._recording and size and not storage.nbytes():
-                self.memory.renew(storage, next(reversed(self.graph.nodes), None))
+                self.memory.renew(storage, next(iter(reversed(self.graph.nodes)), None))
             return original(storage, size)
 
         return resize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -181,7 +180,3 @@ def test_what_a_rank_tells_others_it_knows_itself_and_they_know_later() -> None:
             seed = torch.tensor([7 + rank]).cuda()
             dist.broadcast(seed, src=0)
             assert seed.item() == 7
-            other = torch.tensor([3 + rank]).cuda()
-            dist.broadcast(other, src=1)  # which did not run when rank 0 did
-            with pytest.raises(CaptureError, match="decides") if rank == 0 else nullcontext():
-                assert other.item() == 4
