@@ -113,7 +113,7 @@ def _llama(at: Path, vocabulary: int, *, tied: bool = True) -> None:
 
 
 def _models(folder: Path) -> None:
-    _llama(folder / "data" / "small", 1_000)
+    _llama(folder / "data" / "small", 1_000, tied=False)
     _llama(folder / "data" / "llama", 32_000)
     _llama(folder / "data" / "llama3", 128_256, tied=False)
     # The tokenizer's file of Llama 3: one word a byte.

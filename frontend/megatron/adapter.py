@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from echograph.frontend.megatron import fp8, graphs, mamba, muon, transformer_engine
 from echograph.frontend.megatron.attention import PACKS, is_flash_alone, is_one_kernel
 from echograph.frontend.megatron.flex import Flex
-from echograph.frontend.megatron.hooks import hooks
+from echograph.frontend.megatron.hooks import hooks, optimizers
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
 from echograph.frontend.megatron.settings import CHECKED
 from echograph.frontend.megatron.shims import LEFT_OUT, balanced, shimmed
@@ -110,7 +110,6 @@ class MegatronAdapter(TorchAdapter):
     host: ClassVar[str] = "megatron-core"
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "megatron": "megatron"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {DISTRIBUTION: TESTED}
-    counts_optimizer_steps: ClassVar[bool] = False
     compiles: ClassVar[tuple[str, ...]] = ("megatron.core",)
 
     @contextmanager
@@ -138,6 +137,7 @@ class MegatronAdapter(TorchAdapter):
             in_place(LEFT_OUT),
             in_place(balanced(recorder.note)),
             in_place(Flex(recorder.note).patches()),
+            in_place(optimizers(recorder.stepping)),
             in_place(hooks(recorder, lambda: recorder.is_early)),
         ):
             recorder.memory.state_providers.append(lambda: tell(recorder.memory))

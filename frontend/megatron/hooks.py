@@ -115,6 +115,18 @@ def hooks(place: StepPlace, short: Callable[[], bool] = lambda: False) -> tuple[
     )
 
 
+def optimizers(context: Callable[[], AbstractContextManager[None]]) -> tuple[Patch, ...]:
+    """Runs the steps of megatron-core's optimizers in a context: those of PyTorch's that they have end no step."""
+    return tuple(
+        Patch(
+            where=f"megatron.core.optimizer.optimizer:{name}.step",
+            reason="a script may have an optimizer of PyTorch alone, and its steps end with that one's",
+            around=_within(lambda: (context(),)),
+        )
+        for name in _OPTIMIZERS
+    )
+
+
 def _within(contexts: Callable[[], tuple[AbstractContextManager[None], ...]]) -> Callable[[Any], Any]:
     """Makes a function run in contexts."""
 

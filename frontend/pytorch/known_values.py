@@ -106,6 +106,12 @@ def know(tensor: FakeTensor, values: Tensor) -> None:
         setattr(tensor, _VALUES, values)
 
 
+def copied(values: Tensor) -> Tensor:
+    """Values in memory of their own, which what is written to the tensor that they are of does not change."""
+    with _disable_current_modes():
+        return values.clone()
+
+
 def keep(tensor: Tensor, out: Tensor) -> None:
     """What a tensor becomes that is brought elsewhere has its values."""
     known = _with_values(tensor)

@@ -51,10 +51,10 @@ def _communication(graph: Graph, world: World, where: str) -> Iterator[str]:
 
 
 def _samples(recorder: ScriptRecorder) -> Iterator[str]:
-    if recorder.sample is None or recorder.loaded is None or not recorder.sample.dim():
+    if recorder.sample is None or recorder.sampled is None or not recorder.sample.dim():
         return
     counted = int(recorder.sample.shape[0])
-    sizes, where = recorder.loaded
+    sizes, where = recorder.sampled
     # Schedules and accumulation cut a batch into equal parts; models may fold its first two dimensions.
     if all(size % counted and counted % size for size in sizes):
         yield (

@@ -30,6 +30,7 @@ from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
@@ -147,8 +148,16 @@ def answers(world: World) -> Iterator[AbstractContextManager[None]]:
                 yield replaced(owner, name, answer if world.gpus else _without(name, answer))
     if world.gpus and min(world.local_size, world.size) > 1:
         yield replaced(torch.nn, "DataParallel", _refuse(_DATA_PARALLEL))
+    elif world.gpus:
+        yield replaced(torch.nn.DataParallel, "scatter", _one_part)
     for owner, name, why in _needs_its_own():
         yield replaced(owner, name, _refuse(f"{name} {why}" if why is not _GRAPHS else why))
+
+
+def _one_part(_: Any, inputs: tuple[Any, ...], named: dict[str, Any], *__: Any) -> tuple[Any, Any]:
+    """How `DataParallel` divides a batch over one GPU."""
+    there = tree_map_only(Tensor, lambda tensor: tensor.cuda(), (inputs, named))
+    return (there[0],), (there[1],)
 
 
 def _answers(world: World) -> dict[Any, dict[str, Any]]:

@@ -107,7 +107,7 @@ class MemoryRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         def resize(storage: Any, size: int) -> Any:
             # FSDP gives memory back and takes it again under the same tensors: what stood for it stands no more.
             if self._recording and size and not storage.nbytes():
-                self.memory.renew(storage, next(reversed(self.graph.nodes), None))
+                self.memory.renew(storage, next(iter(reversed(self.graph.nodes)), None))
             return original(storage, size)
 
         return resize
@@ -271,6 +271,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         notes: for the user, each once.
         warnings: of what is unlikely to be meant, each once (`checks`).
         loaded: sizes of the first dimension of what loaders gave last, and the line of the script that asked.
+        sampled: the same, as it was when the first input of the recorded step came.
         stepped_at: the line of the script in which the optimizer stepped.
         ungraded: names of parameters that the optimizer has and no backward pass reached.
         steps: training steps that have ended.
@@ -303,6 +304,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.notes: dict[str, None] = {}
         self.warnings: dict[str, None] = {}
         self.loaded: tuple[frozenset[int], str] | None = None
+        self.sampled = self.loaded
         self.stepped_at, self.ungraded = "", list[str]()
         self.steps = 0
         self.recorded = False
@@ -317,7 +319,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._forced: str | None = None
         self._context: dict[str, Any] = {}
         self._pace: Optimizer | None = None
-        self._optimizing = 0
+        self._optimizing = self._framework_steps = 0
         self._trains = False
         self._after_backward = False
         self._pass = self._backward_pass = 0
@@ -517,7 +519,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
                 self.step_begins()
         # A module without parameters outside of all others prepares data.
         if self.sample is None and self._recording and self._trains:
-            self.sample = next((a for a in args if isinstance(a, Tensor)), None)
+            self.sample, self.sampled = next((a for a in args if isinstance(a, Tensor)), None), self.loaded
         self._stack.append(self.memory.path_of(module))
 
     def _module_ends(self, *_: Any) -> None:
@@ -532,12 +534,21 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
     def _optimizer_ends(self, stepping: Optimizer, *_: Any) -> None:
         self._optimizing -= 1
-        if self._optimizing:
+        if self._optimizing or self._framework_steps:
             return  # one that another one is made of
         if self._pace is None:
             self._pace = stepping
         if self._counts and stepping is self._pace:
             self.step_ends()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """An optimizer of a framework steps, which says itself where that ends; it may be made of PyTorch's."""
+        self._framework_steps += 1
+        try:
+            yield
+        finally:
+            self._framework_steps -= 1
 
     @contextmanager
     def making_states(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -163,6 +164,8 @@ class TorchAdapter(Adapter):
         self._meshes.clear()
         _forget_meshes()
         recorder.stack, recorder.gpus = self.stack, world.gpus
+        # Threads of its own find no GPU: Transformers is asked to load weights in this one.
+        os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(device.present(world, recorder.note, recorder.counter))

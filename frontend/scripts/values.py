@@ -74,7 +74,10 @@ def answer(tensor: Tensor, note: NoteTaker) -> Any:
 
 @contextmanager
 def deciding(lines: Mapping[str, bool]) -> Iterator[None]:
-    """In the context, a script goes the way that was chosen where values decide: `file.py:line` -> which."""
+    """In the context, a script goes the way that was chosen where values decide: `file.py:line` -> which.
+
+    One of `file.py` is of all its lines that have none of their own.
+    """
     token = _DECIDED.set(lines)
     try:
         yield
@@ -88,7 +91,8 @@ def _decided(where: str, what: str) -> bool:
     Raises:
         CaptureError: nobody said.
     """
-    chosen = _DECIDED.get({}).get(where)
+    lines = _DECIDED.get({})
+    chosen = lines.get(where, lines.get(where.partition(":")[0]))
     if chosen is None:
         raise CaptureError(
             f"{where}: {what} decides what the script does, and a capture has no values: decide on steps or "
@@ -121,21 +125,16 @@ def line_of_script() -> str:
     return ""
 
 
-def _true_or_not(number: Any) -> bool:
-    where = caller()
-    return True if where is None else _decided(where, "whether a tensor's value is true")
-
-
 class StandInNumber(float):
-    """A number that stands for one that is not known."""
-
-    __bool__ = _true_or_not
+    """A number that stands for one that is not known, other than 0."""
 
 
 class StandInInteger(int):
-    """The same of integers, and of what is true or false."""
+    """The same of integers, and of what is true or false; these may be 0."""
 
-    __bool__ = _true_or_not
+    def __bool__(self) -> bool:
+        where = caller()
+        return True if where is None else _decided(where, "whether a tensor's value is true")
 
 
 def _arithmetic(kind: type, name: str) -> Any:

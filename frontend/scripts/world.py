@@ -92,6 +92,7 @@ class World:
                 enter(replaced(distributed_c10d, "_store_based_barrier", _nothing))
                 for owner in (distributed_c10d, dist):
                     enter(replaced(owner, "broadcast_object_list", self._tell))
+                    enter(patched(owner, "broadcast", self._tell_values))
                     enter(patched(owner, "get_backend", lambda f: _backend(asked, f)))
                     enter(patched(owner, "get_backend_config", partial(self._backend_config, asked)))
                     for name, stand_in in _ALONE.items():
@@ -110,18 +111,45 @@ class World:
 
         Where it did not run, ranks are taken to have the same.
         """
-        import torch.distributed as dist
-
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if src is None:
-            src = ranks[given.get("group_src") or 0]
-        self._calls[src, ranks] += 1
-        call = (src, ranks, self._calls[src, ranks])
+        src, call = self._call("objects", src, group, given)
         if self.rank == src:
             with suppress(Exception):  # what cannot be copied is not told
                 self.told[call] = copy.deepcopy(object_list)
         elif call in self.told:
             object_list[:] = copy.deepcopy(self.told[call])
+
+    def _call(
+        self, kind: str, src: int | None, group: Any, given: Mapping[str, Any]
+    ) -> tuple[int, tuple[Any, ...]]:
+        """Who tells, and the name of the call: the n-th of its kind in which that rank tells that group."""
+        import torch.distributed as dist
+
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if src is None:
+            src = ranks[given.get("group_src") or 0]
+        self._calls[kind, src, ranks] += 1
+        return src, (kind, src, ranks, self._calls[kind, src, ranks])
+
+    def _tell_values(self, original: Any) -> Any:
+        """A broadcast of values that the host knows: who tells keeps them, ranks that run later have them."""
+        from echograph.frontend.pytorch.known_values import copied, know, real
+
+        def broadcast(tensor: Any, src: int | None = None, group: Any = None, *args: Any, **given: Any) -> Any:
+            before = real(tensor)
+            known = None if before is tensor else copied(before)
+            work = original(tensor, src, group, *args, **given)
+            first, call = self._call("values", src, group, given)
+            if self.rank == first:
+                self.told[call] = [known]
+            elif call in self.told:
+                known = self.told[call][0]
+            else:
+                known = None
+            if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
+                know(tensor, copied(known))
+            return work
+
+        return broadcast
 
     def _rendezvous(self, original: Any) -> Any:
         del original

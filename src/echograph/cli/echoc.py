@@ -232,7 +232,7 @@ def capture_command(
     ] = "cuda",
     decide: Annotated[
         list[str] | None,
-        typer.Option(help="Which way the script goes where a tensor's value decides: train.py:12=no; any number."),
+        typer.Option(help="Which way the script goes where a tensor's value decides: train.py:12=no, train.py=no"),
     ] = None,
     ranks: Annotated[
         str, typer.Option(help="Which ranks to run: roles (one of each that differ), or numbers as 0,5.")

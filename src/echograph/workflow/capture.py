@@ -200,13 +200,17 @@ def parse_fakes(texts: Sequence[str]) -> dict[str, str | None]:
 
 
 def parse_decision(text: str) -> tuple[str, bool]:
-    """A line of a script and which way it goes, from "train.py:12=no".
+    """A line of a script, or all of its lines, and which way it goes: from "train.py:12=no" or "train.py=no".
 
     Raises:
         UsageError: the text says something else.
     """
     where, _, which = text.rpartition("=")
     name, _, line = where.rpartition(":")
-    if not name or not line.isdecimal() or which not in ("yes", "no"):
-        raise UsageError(f"--decide {text}: give a line of the script and which way it goes, as train.py:12=no")
+    named = bool(name) and line.isdecimal() if ":" in where else where.endswith(".py")
+    if not named or which not in ("yes", "no"):
+        raise UsageError(
+            f"--decide {text}: give a line of the script, or a file for all of its lines, and which way it goes, "
+            "as train.py:12=no"
+        )
     return where, which == "yes"

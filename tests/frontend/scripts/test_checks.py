@@ -79,6 +79,22 @@ def test_samples_that_are_not_those_of_the_loader(tmp_path: Path) -> None:
     assert found.startswith("train.py:5: the loader gives batches of 8, and the model's first input has 3 samples")
 
 
+def test_a_last_batch_that_is_fetched_ahead_is_not_that_of_the_step(tmp_path: Path) -> None:
+    text = """import torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = iter(DataLoader(torch.ones(19, 8), batch_size=8))
+x = next(batches)
+for _ in range(2):
+    loss = model(x).sum()
+    x = next(batches)
+    loss.backward()
+    optimizer.step()
+"""
+    assert warned(tmp_path, text, size=1) == ()
+
+
 def test_what_prepares_data_counts_no_samples(tmp_path: Path) -> None:
     """A module without parameters, as torchvision's transforms are, runs for each image of a data set."""
     text = """import torch

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 from echograph.errors import CaptureError
 from echograph.frontend.scripts.capture import capture_script
@@ -318,3 +319,11 @@ model = torch.nn.Linear(4, 4).cuda()
         "model = torch.nn.parallel.DistributedDataParallel(model)", ""
     )
     assert _called(_run(tmp_path, text, World(size=1))) == []
+
+
+def test_data_parallel_over_one_gpu_is_the_model(tmp_path: Path) -> None:
+    text = "import torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(4, 4).cuda())\n" + STEPS.format(
+        given="torch.ones(2, 4)"
+    ).replace("model = torch.nn.parallel.DistributedDataParallel(model)", "")
+    run = _run(tmp_path, text, World(size=1))
+    assert sum(n.target is torch.ops.aten.addmm.default for n in run.recorder.graph.nodes) == 1
