@@ -115,7 +115,7 @@ def test_compiled_kernels_have_the_line_that_calls_them(tmp_path: Path) -> None:
     def python(name: str, ts: float, dur: float) -> Event:
         return operator(name, ts, dur) | {"cat": "python_function"}
 
-    generated = "/tmp/torchinductor_me/ab/cab.py"
+    generated = "/var/cache/torchinductor_me/ab/cab.py"
     name = "triton_poi_fused_add_0"
     events = [
         python("train.py(31): step", 0, 90),
