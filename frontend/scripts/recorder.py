@@ -304,7 +304,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.notes: dict[str, None] = {}
         self.warnings: dict[str, None] = {}
         self.loaded: tuple[frozenset[int], str] | None = None
-        self.sampled = self.loaded
+        self.sampled: tuple[frozenset[int], str] | None = None
         self.stepped_at, self.ungraded = "", list[str]()
         self.steps = 0
         self.recorded = False
