@@ -137,14 +137,16 @@ PRODUCTS_CORRELATION = 0.4
 """Of the errors that a fit makes of two products: 0.16 to 0.39 on five devices (`benchmarks.products`)."""
 
 
-def averaged(picoseconds: Int64) -> float:
+def averaged(picoseconds: Int64, runs: Int64) -> float:
     """How much of one product's standard error the time of several has, relatively: less where they are unlike.
 
     Args:
         picoseconds: of each, above 0; those that take as long are taken for one and the same.
+        runs: how often each runs, once at least.
     """
     _, which = np.unique(picoseconds, return_inverse=True)
-    part = np.bincount(which, picoseconds.astype(np.float64)) / picoseconds.sum(dtype=np.float64)
+    time = picoseconds.astype(np.float64) * runs
+    part = np.bincount(which, time) / time.sum()
     return sqrt(PRODUCTS_CORRELATION + (1.0 - PRODUCTS_CORRELATION) * float((part**2).sum()))
 
 
@@ -154,8 +156,10 @@ def _families(job: JobGraph, times: Durations, host: IssueTimes) -> np.ndarray:
     spread = np.append(np.where(times.picoseconds > 0, times.spread, 0.0), 0.0)
     kernels = (family[:-1] < len(KERNELS)) & (spread[:-1] > 0)
     products = kernels & (family[:-1] == 0) & (times.source == Source.FITTED)
+    runs = job.run_counts()
+    products &= runs > 0
     if products.any():
-        spread[:-1][products] *= averaged(times.picoseconds[products])
+        spread[:-1][products] *= averaged(times.picoseconds[products], runs[products])
     if np.all(times.source[kernels] == Source.ANALYTICAL):
         family[:-1][kernels] = 0
     errors = [np.where(family == which, spread, 0.0) for which in distinct(family[spread > 0])]

@@ -67,7 +67,8 @@ def test_errors_of_a_family_move_together_and_families_apart(
 ) -> None:
     monkeypatch.setattr(engines, "MAX_COLUMN_TASKS", most)
     result = simulate(chain(MIXED, times), CLUSTER, IDLE, engine=engine)
-    products = 400 * averaged(np.array([1000, 3000]))  # two products of one fit, unlike each other
+    # Two products of one fit, unlike each other.
+    products = 400 * averaged(np.array([1000, 3000]), np.array([times, times]))
     around = round(1.645 * times * sqrt(products**2 + 300**2 + 200**2))
     assert result.step_ps == 5450 * times
     # Durations are whole picoseconds, each of them.
@@ -77,11 +78,15 @@ def test_errors_of_a_family_move_together_and_families_apart(
 @pytest.mark.parametrize("copies", [1, 5])
 def test_errors_of_unlike_products_cancel_in_part(copies: int) -> None:
     """One product errs as its fit does, however often it runs; unlike ones share a part of their errors."""
-    assert averaged(np.full(copies, 700)) == 1.0
-    alike = averaged(np.repeat(np.arange(100, 10_100, 100) + 1_000_000_000, copies))
+    once = np.ones(copies, np.int64)
+    assert averaged(np.full(copies, 700), once) == 1.0
+    unlike = np.arange(100, 10_100, 100) + 1_000_000_000
+    alike = averaged(np.repeat(unlike, copies), np.ones(100 * copies, np.int64))
+    assert alike == averaged(unlike, np.full(100, copies))  # written out or folded
     assert alike == pytest.approx(sqrt(PRODUCTS_CORRELATION + (1 - PRODUCTS_CORRELATION) / 100), rel=1e-4)
     part = sqrt(PRODUCTS_CORRELATION + (1 - PRODUCTS_CORRELATION) * (0.25**2 + 0.75**2))
-    assert averaged(np.array([1000, 3000])) == pytest.approx(part)
+    assert averaged(np.array([1000, 3000]), np.array([1, 1])) == pytest.approx(part)
+    assert averaged(np.array([1000, 1500]), np.array([1, 2])) == pytest.approx(part)
 
 
 @pytest.mark.parametrize("source", [Source.FITTED, Source.ANALYTICAL])
@@ -91,7 +96,7 @@ def test_what_no_fit_stands_behind_is_as_doubtful_together_as_alone(source: Sour
         duration = Duration(device=CLUSTER.device, picoseconds=picoseconds, source=source, spread=0.1)
         builder.compute("kernel", phase=Phase.FORWARD, flops=1, attributes=GEMM, durations=(duration,))
     builder.program([(0, 0, 2, 0, 0)])
-    left = averaged(np.array([1000, 3000])) if source is Source.FITTED else 1.0
+    left = averaged(np.array([1000, 3000]), np.array([1, 1])) if source is Source.FITTED else 1.0
     around = round(1.645 * 400 * left)
     found = simulate(builder.build(JobGraph), CLUSTER, IDLE).interval_ps
     assert found == pytest.approx((4000 - around, 4000 + around), abs=1)

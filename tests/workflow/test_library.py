@@ -61,9 +61,9 @@ def test_a_prediction_is_the_commands(step: eg.StepGraph, result: eg.Result, cap
     from echograph.cli.echosim import run_command
 
     plan = {**PLAN, "cluster": "dgx-a100"}
-    names = [p for p in inspect.signature(run_command).parameters if p != "graph"]
+    names = [p for p in inspect.signature(run_command).parameters if p != "graphs"]
     asked: dict[str, Any] = dict.fromkeys(names) | plan | {"engine": "auto", "as_json": True}
-    run_command(graph=GRAPHS / "llama.pb", **asked)
+    run_command(graphs=[GRAPHS / "llama.pb"], **asked)
     said = json.loads(capsys.readouterr().out)
     ours = result.to_json()
     for record in (said, ours):

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import typer
 
@@ -218,8 +218,11 @@ class _Plain:
             return () if param.multiple or param.nargs == -1 else None
         if type(value) is self.kind and self._within(value):
             return value
-        if isinstance(value, tuple | list) and self.kind == list[str] and all(type(text) is str for text in value):
-            return list(value)
+        if isinstance(value, tuple | list) and get_origin(self.kind) is list and self._within(value):
+            each = _READERS.get(*get_args(self.kind), lambda _: None)
+            several = [each(text) if isinstance(text, str) else None for text in value]
+            if None not in several:
+                return several
         read = _READERS.get(self.kind)
         found = read(value) if read is not None and isinstance(value, str) else None
         if found is not None and self._within(found):

@@ -355,7 +355,7 @@ def test_stragglers_need_ranks_steps_and_collectives(tmp_path: Path) -> None:
 # What these answer is of the host too.
 OF_HOST = {
     "call-stacks", "trace-diff", "critical-path", "critical-path-summary", "cross-rank-critical-path",
-    "cross-rank-critical-path-summary",
+    "cross-rank-critical-path-summary", "phases",
 }  # fmt: skip
 OF_FILES = {"execution-trace", "memory-categories"}
 
