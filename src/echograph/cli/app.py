@@ -219,8 +219,8 @@ class _Plain:
         if type(value) is self.kind and self._within(value):
             return value
         if isinstance(value, tuple | list) and get_origin(self.kind) is list and self._within(value):
-            each = _READERS.get(*get_args(self.kind), lambda _: None)
-            several = [each(text) if isinstance(text, str) else None for text in value]
+            each = _READERS.get(get_args(self.kind)[0])
+            several = [each(text) if each and isinstance(text, str) else None for text in value]
             if None not in several:
                 return several
         read = _READERS.get(self.kind)
