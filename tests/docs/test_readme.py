@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,8 @@ def test_the_lines_run_in_order(folder: Path, warm: Path) -> None:
 
 
 def run(line: str, folder: Path, programs: Path) -> None:
-    path = os.pathsep.join([str(programs), os.environ["PATH"]])
+    # torchrun lies beside the interpreter, whether or not its environment is activated.
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {line}"],
         cwd=folder, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
