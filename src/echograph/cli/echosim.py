@@ -191,8 +191,6 @@ def _run_jobs(
         raise UsageError(f"{', '.join(others)}: not of jobs that share a system: run each alone for that")
     check_outputs({f"graph {n}": path for n, path in enumerate(dict.fromkeys(graphs), 1)}, {"--output": output})
     names = [path.stem for path in graphs]
-    if len(set(names)) < len(names):
-        names = [f"{name} {n}" for n, name in enumerate(names, 1)]
     with progress(f"reading {graphs[0]}") as say:
         loaded = [serde.load(path, say) for path in graphs]
         say("simulating")

@@ -136,7 +136,7 @@ def simulate_jobs(
         graphs: jobs, or step graphs to be spread.
         system: where; None: the cluster of the first plan.
         placement: where each is placed, and what it reads and writes.
-        names: what the jobs are called; (): their models, numbered.
+        names: what the jobs are called, numbered where two have one name; (): their models, numbered.
         plans: of each step graph, or one for all; (): data-parallel on one node.
 
     Returns:
@@ -160,7 +160,9 @@ def simulate_jobs(
     if system.profile is not None:
         raise UsageError(f"{system.cluster.name} is one measured device: give a cluster of several")
     jobs = [_job(graph, plan, system) for graph, plan in zip(graphs, spread, strict=True)]
-    names = names or [f"{job.workload.model or job.name} {n}" for n, job in enumerate(jobs, 1)]
+    numbered = not names or len(set(names)) < len(names)
+    names = names or [job.workload.model or job.name for job in jobs]
+    names = [f"{name} {n}" for n, name in enumerate(names, 1)] if numbered else names
     placed = place_jobs(placement.place, [job.world_size for job in jobs], system.cluster)
     topology = Topology(cluster=system.cluster, gpus=1 + max(int(gpus.max()) for gpus in placed))
     parts = []
