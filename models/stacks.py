@@ -65,6 +65,7 @@ class Stack:
         recompute_early_stop: whether recomputation ends where backward has what it needs.
         host: whose Python runs between kernels, a name of the profiler's table of frameworks; "": not known.
         host_waits: whether the host waits for what a pipeline stage receives.
+        ring_host_waits: whether it waits before each ring of attention.
         expandable_segments: PyTorch's allocator option of that name.
     """
 
@@ -104,6 +105,7 @@ class Stack:
     recompute_early_stop: bool | None = None
     host: str = ""
     host_waits: bool = False
+    ring_host_waits: bool = False
     expandable_segments: bool = False
 
 

@@ -180,6 +180,9 @@ def part_of(tensor: t.Tensor, share: int) -> t.Tensor:
 _KEYS, _GRADIENTS = 0, 1
 """Tags of what goes round."""
 
+LENGTHS = 8
+"""Bytes of a list of sequences' lengths, summed up, of one sample, which most micro-batches of a ring are."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
@@ -219,10 +222,11 @@ class Ring:
     Args:
         writer: of the graph.
         load_balance: as in `ContextParallel`.
+        host_waits: as there.
     """
 
-    def __init__(self, writer: ContextWriter, *, load_balance: bool) -> None:
-        self.writer, self.load_balance = writer, load_balance
+    def __init__(self, writer: ContextWriter, *, load_balance: bool, host_waits: bool = False) -> None:
+        self.writer, self.load_balance, self.host_waits = writer, load_balance, host_waits
         self.sends = writer.builder.stream(f"comm.{AXIS}.send")
         self.receives = writer.builder.stream(f"comm.{AXIS}.recv")
         self._last: dict[int, TensorRow] = {}  # keys and values that came last, by the forward operation
@@ -235,6 +239,9 @@ class Ring:
         result = writer.local(op.outputs[0])
         sums = writer.logarithms(op.outputs[1], result)
         steps = self._steps(op)
+        if self.host_waits:
+            for _ in ("queries", "keys"):
+                self._compare_lengths(op)
         buffer = self._pack(op, (key, value))
         partial: list[tuple[TensorRow, TensorRow]] = []
         total: TensorRow | None = None
@@ -301,6 +308,17 @@ class Ring:
         assert isinstance(op.attributes, t.Attention)
         attributes = replace(op.attributes, causal=step.causal)
         self.writer.attention(op, reads, makes, attributes, op.flops // self.writer.ranks**2, stands=first)
+
+    def _compare_lengths(self, op: t.Compute) -> None:
+        """`torch.equal` of sequences' lengths, whose answer the host waits for: with it, for all before it."""
+        builder, phase, module = self.writer.builder, op.phase, op.module
+        compared = builder.compute(
+            "aten.equal", phase=phase, module=module, stream=op.stream, bytes_read=2 * LENGTHS, bytes_written=1
+        )
+        answer = builder.copy(
+            "equal", t.CopyDirection.DEVICE_TO_HOST, nbytes=1, phase=phase, module=module, deps=(compared,)
+        )
+        builder.host("synchronize", phase=phase, module=module, deps=(answer,))
 
     def _chunk(self, op: t.Compute, share: int, *operands: TensorRow) -> list[TensorRow]:
         """All positions of tensors, or copies of one of their two chunks, by one kernel."""
@@ -522,6 +540,8 @@ class ContextParallel:
         load_balance: cut sequences into 2 `size` chunks and give rank r chunks r and 2 `size` - 1 - r, so that a
             causal mask hides as much from each. Without it a ring waits for the last rank, which is the one then
             written. Makes no difference to all_to_all.
+        host_waits: whether the host waits, before each ring of forward, for a comparison of lengths on the device
+            (TransformerEngine v1.10 to v1.13, `AttnFuncWithCPAndKVP2P`: two `torch.equal`).
     """
 
     name: ClassVar[str] = "context_parallel"
@@ -529,6 +549,7 @@ class ContextParallel:
     size: int
     method: Method = "ring"
     load_balance: bool = True
+    host_waits: bool = False
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step with local shapes and the communications of attention over the axis "cp", just outside "tp".
@@ -549,7 +570,8 @@ class ContextParallel:
             dim=1,
             advice="capture another sequence length, or do without context parallelism",
         )
-        method = partial(Ring, load_balance=self.load_balance) if self.method == "ring" else HeadExchange
+        ring = partial(Ring, load_balance=self.load_balance, host_waits=self.host_waits)
+        method = ring if self.method == "ring" else HeadExchange
         return ContextWriter(graph, Carriers(graph, sequence), ranks=self.size, method=method).write()
 
     def _check(self, graph: StepGraph) -> None:

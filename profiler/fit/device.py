@@ -40,7 +40,14 @@ from echograph.profiler.costs.gemm import DTYPES, STAND_IN, gemm_seconds
 from echograph.profiler.costs.power import volts
 from echograph.profiler.fit.attention import fit_attention
 from echograph.profiler.fit.experts import fit_experts, fit_passes, layers_of_library
-from echograph.profiler.fit.facts import DATASHEETS, DeviceFacts, LongAttention, RowChoice, device_facts
+from echograph.profiler.fit.facts import (
+    DATASHEETS,
+    DeviceFacts,
+    LongAttention,
+    LongProducts,
+    RowChoice,
+    device_facts,
+)
 from echograph.profiler.fit.gemm import (
     Products,
     calibrate_products,
@@ -576,8 +583,12 @@ voltages."""
 JOULES_PER_BYTE = 3e-11
 """Assumed: some 4 pJ a bit of HBM3."""
 
+OF_BF16 = {"fp8": 0.57, "nvfp4": 0.39}
+"""Energy of a FLOP over one in bf16, where a device has no long run of the dtype: of GB200's, all of random
+numbers by one library (`datasheets.toml`)."""
+
 SUSTAINED_SIZE = 8192.0
-"""The products that gpu-fryer runs: so many rows, columns and depth."""
+"""Rows, columns and depth of the products that a long run stands for."""
 
 
 def _power(
@@ -591,41 +602,42 @@ def _power(
     if known is None:
         return None
     static = STATIC_SHARE * known.limit_W
-    if not known.sustained_TFLOPs:
+    if not known.products:
         if relative is None or relative.power is None:
             return None
         theirs = relative.power
         return msgspec.structs.replace(
             theirs, limit_W=known.limit_W, source=f"{known.source}; energies as on {facts.relative}"
         )
-    joules = {}
-    size = np.asarray([SUSTAINED_SIZE])
-    for dtype, sustained in known.sustained_TFLOPs.items():
-        model = gemm[dtype]
-        seconds = float(
-            gemm_seconds(model, facts.datasheet(), *[size / size, size, size, size], quantize=False)[0]
-        )
-        burst = known.burst_TFLOPs.get(dtype, 2e-12 * SUSTAINED_SIZE**3 / seconds)
-        clock = min(1.0, sustained / burst)
-        traffic = sustained * 1e12 * BYTES_PER_FLOP * JOULES_PER_BYTE
-        limit = known.measured_W or known.limit_W
-        at_full_voltage = sustained * 1e12 * float(volts(np.asarray(clock))) ** 2
-        joules[model.peak] = _significant((limit - static - traffic) / at_full_voltage)
-    for dtype in ("fp8", "nvfp4"):
+    joules = {
+        gemm[dtype].peak: _joules(gemm[dtype], run, facts.datasheet(), run.measured_W or known.limit_W, static)
+        for dtype, run in known.products.items()
+    }
+    for dtype, share in OF_BF16.items():
         if dtype in facts.peak_TFLOPs and dtype not in joules:
-            # Assumed: in proportion to the operands' bits, which two rates of an H100 under one limit bear out.
-            joules[dtype] = _significant(joules["bf16"] * ELEMENT_BYTES[dtype] / ELEMENT_BYTES["bf16"])
+            joules[dtype] = _significant(joules["bf16"] * share)
+    runs = [*known.products.values(), *known.attention.values()]
     return PowerModel(
         limit_W=known.limit_W,
         static_W=round(static, 1),
         joules_per_flop=joules,
         joules_per_byte=JOULES_PER_BYTE,
-        source="; ".join([known.source, *(run.source for run in known.attention.values())]),
+        source="; ".join(dict.fromkeys((known.source, *(run.source for run in runs)))),
         joules_per_attention_flop={
             kernel: _attention_joules(attention[kernel], run, facts.datasheet(), static)
             for kernel, run in known.attention.items()
         },
     )
+
+
+def _joules(model: GemmModel, run: LongProducts, sheet: Datasheet, limit_W: float, static_W: float) -> float:
+    """Joules of a FLOP at full voltage, with which products under a limit come out at the rate of a long run."""
+    size = np.asarray([SUSTAINED_SIZE])
+    seconds = float(gemm_seconds(model, sheet, size / size, size, size, size, quantize=False)[0])
+    burst = run.burst_TFLOPs or 2e-12 * SUSTAINED_SIZE**3 / seconds
+    traffic = run.sustained_TFLOPs * 1e12 * BYTES_PER_FLOP * JOULES_PER_BYTE
+    squared = float(volts(np.asarray(min(1.0, run.sustained_TFLOPs / burst)))) ** 2
+    return _significant((limit_W - static_W - traffic) / (run.sustained_TFLOPs * 1e12 * squared))
 
 
 def _attention_joules(model: AttentionModel, run: LongAttention, sheet: Datasheet, static_W: float) -> float:

@@ -77,23 +77,34 @@ class LongAttention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     source: str
 
 
+class LongProducts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Matrix products that ran long enough for the clock to settle, at the limit of their board.
+
+    Attributes:
+        sustained_TFLOPs: their rate.
+        burst_TFLOPs: the same products' rate in a burst (0: the model's, of `device.SUSTAINED_SIZE`).
+        measured_W: the limit of the board that ran them (0: this device's).
+        source: of these figures.
+    """
+
+    sustained_TFLOPs: float
+    burst_TFLOPs: float = 0.0
+    measured_W: float = 0.0
+    source: str
+
+
 class PowerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a board may draw, and what it sustains within that.
 
     Attributes:
         limit_W: of the board.
-        sustained_TFLOPs: by dtype, the rate of products or attention that ran long enough for the clock to settle;
-            empty: energies are the relative's.
-        burst_TFLOPs: the same kernels' rate before; of a dtype that is not here, the model's of `SUSTAINED_SIZE`.
-        measured_W: the limit under which these were measured (0: `limit_W`).
+        products: by dtype, long runs; empty: energies are the relative's.
         attention: by kernel of attention, a long run, where its energy is not that of products.
-        source: of these figures.
+        source: of the limit.
     """
 
     limit_W: float
-    sustained_TFLOPs: dict[str, float] = {}
-    burst_TFLOPs: dict[str, float] = {}
-    measured_W: float = 0.0
+    products: dict[str, LongProducts] = {}
     attention: dict[str, LongAttention] = {}
     source: str
 

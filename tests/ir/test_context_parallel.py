@@ -215,6 +215,23 @@ def test_a_ring_sends_keys_and_values_once_forward_and_twice_backward(step: Step
     assert [(op.tag, op.nbytes, op.peer) for op in sends] == [(op.tag, op.nbytes, -op.peer) for op in receives]
 
 
+def test_the_host_waits_for_two_comparisons_before_each_ring_of_forward(step: Step) -> None:
+    """What is issued before a ring has ended when the ring begins, and all else is the same."""
+    plain = ContextParallel(size=2)(step("llama-3.2-1b"))
+    waiting = ContextParallel(size=2, host_waits=True)(step("llama-3.2-1b"))
+    ops = list(waiting.ops)
+    waits = [i for i, op in enumerate(ops) if isinstance(op, t.Host)]
+    assert {ops[i].phase for i in waits} == {t.Phase.FORWARD}
+    stored = sum(isinstance(op, t.Compute) and isinstance(op.attributes, t.Attention) for op in ops) // 2
+    rings = stored // 2  # a ring of two attends twice, forward and backward
+    assert len(waits) == 2 * rings > 0
+    for first, second in zip(waits[::2], waits[1::2], strict=True):
+        assert second - first == 3
+        assert ops[second + 1].name == "aten.cat"  # keys and values, which go round
+    added = Counter(op.name for op in ops) - Counter(op.name for op in plain.ops)
+    assert added == {"aten.equal": 2 * rings, "equal": 2 * rings, "synchronize": 2 * rings}
+
+
 def test_a_ring_of_two_copies_what_transformer_engine_does(step: Step) -> None:
     """Bytes read and written beside attention, in those of queries and of keys with values; rank 1 of 2."""
     made = ContextParallel(size=2)(step("llama-3.2-1b"))

@@ -24,6 +24,7 @@ PLANS = (
     {"tp": 2},
     {"tp": 2, "sequence_parallel": True},
     {"pp": 2, "tp": 2},
+    {"cp": 2},
 )
 OF_THE_SYSTEM = {"host", "host_waits", "expandable_segments", "tp_comm_sms"}
 """Choices that no pass has: `simulate` and the memory of `validate` read them."""

@@ -438,7 +438,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         (plan.recompute != "none", "recompute", _recompute(plan)),
         # That of one of the ranks that share it, in its types: products are scaled as each rank has them.
         (plan.tp > 1, "tensor_parallel", _tensor_parallel(plan, stack)),
-        (plan.cp > 1, "context_parallel", {"size": plan.cp, "method": plan.cp_method.replace("-", "_")}),
+        (plan.cp > 1, "context_parallel", _context_parallel(plan, stack)),
         (
             plan.ep > 1 or plan.capacity_factor is not None,
             "expert_parallel",
@@ -597,6 +597,11 @@ def _dispatch(plan: Plan, cluster: Cluster) -> dict[str, Any]:
     )
     together = max(1, cluster.domain_gpus // between)
     return {"dispatcher": plan.moe_dispatcher, "domains": -(-plan.ep // together)}
+
+
+def _context_parallel(plan: Plan, stack: Stack) -> dict[str, Any]:
+    waits = {"host_waits": True} if plan.cp_method == "ring" and stack.ring_host_waits else {}
+    return {"size": plan.cp, "method": plan.cp_method.replace("-", "_")} | waits
 
 
 def _pipeline(plan: Plan, count: int, stack: Stack) -> dict[str, Any]:
