@@ -283,6 +283,10 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A memory-bound kind: fraction of the datasheet bandwidth at the knots of the row length.
 
     `moved_scale` multiplies it at the knots of all bytes moved: short kernels do not fill the memory's queues.
+
+    A norm's backward pass ends with a kernel that adds up the gradient of the weights over all rows. It takes
+    `finish_s`, or reads the tensors again: a block for each `BLOCK_COLUMNS`, one at a time on a multiprocessor,
+    which takes `column_cycles` of the datasheet's clock for each row.
     """
 
     label: Label
@@ -290,6 +294,8 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bandwidth_fraction: list[_Factor]
     moved_bytes: list[Positive] = []
     moved_scale: list[_Factor] = []
+    finish_s: _Seconds = 0.0
+    column_cycles: _Weight = 0.0
 
     def __post_init__(self) -> None:
         require(_grows(self.row_bytes), "row_bytes grow")
@@ -505,6 +511,17 @@ LIKE = {"broadcast": "elementwise", "norm_backward": "norm", "loss": "elementwis
 DEFAULT_ROW_BYTES = 8192.0
 
 
+BLOCK_COLUMNS = 32.0
+"""Of a block of the kernel that adds up the gradient of a norm's weights (PyTorch, layer_norm_kernel.cu: 32 by 32
+threads, which a multiprocessor's registers hold once)."""
+
+
+def column_waves(columns: npt.ArrayLike, multiprocessors: int) -> FloatArray:
+    """How many blocks of columns one multiprocessor works off in turn."""
+    blocks = np.ceil(np.asarray(columns, dtype=np.float64) / BLOCK_COLUMNS)
+    return np.asarray(np.ceil(blocks / multiprocessors))
+
+
 def memory_bound(
     device: DeviceProfile,
     kind: str,
@@ -512,6 +529,7 @@ def memory_bound(
     bytes_read: npt.ArrayLike,
     bytes_written: npt.ArrayLike,
     row_bytes: npt.ArrayLike = DEFAULT_ROW_BYTES,
+    element_bytes: float = 2.0,
     library: str = "",
 ) -> CostEstimate:
     """Cost of one memory-bound kernel.
@@ -522,6 +540,7 @@ def memory_bound(
         bytes_read: what it must read, each operand once.
         bytes_written: what it must write.
         row_bytes: bytes of one normalised row (norm and softmax slow down once a row outgrows the registers).
+        element_bytes: of one of its elements.
         library: whose kernel it is ("fused", "compiled"), where the device has a model of it; else PyTorch's own.
 
     Raises:
@@ -546,7 +565,12 @@ def memory_bound(
         size = np.log2(np.maximum(moved, 1.0))
         fraction = fraction * np.interp(size, np.log2(model.moved_bytes), model.moved_scale)
     bandwidth = device.datasheet.memory_bandwidth_bytes_per_s
-    seconds = np.asarray(device.memory_launch_s + moved / (bandwidth * fraction))
+    seconds = np.asarray(device.memory_launch_s + moved / (bandwidth * fraction) + model.finish_s)
+    if model.column_cycles:
+        row = np.maximum(np.asarray(row_bytes, dtype=np.float64), 1.0)
+        rows = np.asarray(bytes_written, dtype=np.float64) / row
+        waves = column_waves(row / element_bytes, device.datasheet.sm_count)
+        seconds = seconds + model.column_cycles * rows * waves / device.datasheet.clock_hz
     return make_cost(seconds, model.label.spread, model.label.spread_short, model.label.source)
 
 

@@ -601,6 +601,7 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         bytes_read=op.bytes_read,
         bytes_written=op.bytes_written,
         row_bytes=row or DEFAULT_ROW_BYTES,
+        element_bytes=widest.dtype.bits / 8 if row and widest else 2.0,
         library=op.name.partition(".")[0],
     )
     if _BOTH.match(op.name):

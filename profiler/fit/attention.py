@@ -35,9 +35,9 @@ from echograph.profiler.fit.gemm import MOST_THROTTLE, RIDGE, SMOOTHNESS, fit_gr
 from echograph.profiler.fit.regression import (
     disagreement,
     held_out,
+    judged,
     logit,
     minimize,
-    score,
     sigmoid,
     spreads,
     subsample,
@@ -106,12 +106,16 @@ class Attentions:
         shape = AttentionShape(**{name: getattr(self.shape, name)[index] for name in names})
         return Attentions(shape=shape, causal=self.causal[index], seconds=self.seconds[index])
 
-    def hidden(self) -> npt.NDArray[np.bool_]:
-        """True where the shape is held out."""
+    def sizes(self) -> tuple[FloatArray, ...]:
+        """What tells two shapes apart, each [rows]."""
         s = self.shape
         window = np.where(np.isfinite(s.window), s.window, 0.0)
         sizes = (s.b, s.h, s.q, s.d, s.kv_h, self.causal.astype(np.float64))
-        return held_out(*sizes, *((window,) if np.any(window) else ()))
+        return (*sizes, *((window,) if np.any(window) else ()))
+
+    def hidden(self) -> npt.NDArray[np.bool_]:
+        """True where the shape is held out."""
+        return held_out(*self.sizes())
 
 
 def attention_rows(table: KernelTable, flops_factor: float = 1.0, full_causal: bool = False) -> Attentions:
@@ -163,42 +167,30 @@ def fit_pass(
         between_libraries: spread of the libraries that were measured, which the pass's is not below.
         throttled: also fit by how much the clock falls in long kernels, if there are rows enough.
     """
-    hidden = rows.hidden()
-    few = np.flatnonzero(~hidden)
-    seen = rows.take(few[subsample(len(few))])
     empty = AttentionModel(peak="bf16", padded_head_dims=PADDED_HEAD_DIMS[name], forward=_unpack(np.zeros(4), [1]))
     widths = (padded(empty, rows.shape.d) + padded(empty, rows.shape.v_d)) / 2.0
-    dims = np.unique(widths).tolist()
-    weight, log_time = weights(seen.seconds), np.log(seen.seconds)
-
-    first = _start(len(dims), dense)
-    own = TILES_START if name in TILES else THROTTLE_START if throttled and len(few) >= MIN_THROTTLED else ()
-
-    def kernel_of(p: FloatArray) -> AttentionPass:
-        kernel = _unpack(p[: len(first)], [int(d) for d in dims])
-        if own is TILES_START:
-            tile, keys = TILES[name]
-            return msgspec.structs.replace(kernel, tile=tile, key_tile=keys, wave_rounding=float(sigmoid(p[-1])))
-        if own is THROTTLE_START:
-            throttle, flops = float(MOST_THROTTLE * sigmoid(p[-2])), float(np.exp(p[-1]))
-            return msgspec.structs.replace(kernel, throttle=throttle, throttle_flops=flops, tail=HALF_TILE)
-        return kernel
-
-    def predict(p: FloatArray, on: Attentions) -> FloatArray:
-        return pass_seconds(empty, kernel_of(p), sheet, on.shape, causal=on.causal, backward=backward)
-
-    def residuals(p: FloatArray) -> FloatArray:
-        return np.asarray(weight * (np.log(predict(p, seen)) - log_time))
-
+    dims = [int(width) for width in np.unique(widths)]
     longest = float(np.max(keys_visited(rows.shape, rows.causal)))
-    kernel = kernel_of(minimize(residuals, np.concatenate([first, own])))
-    kernel = msgspec.structs.replace(kernel, plateau_keys=longest)
-    if dense:
-        kernel = msgspec.structs.replace(kernel, residual=_fit_residual(empty, kernel, sheet, rows.take(~hidden)))
-    unseen = rows.take(hidden)
-    error = score(
-        pass_seconds(empty, kernel, sheet, unseen.shape, causal=unseen.causal, backward=backward), unseen.seconds
-    )
+
+    def predict(kernel: AttentionPass, on: Attentions) -> FloatArray:
+        return pass_seconds(empty, kernel, sheet, on.shape, causal=on.causal, backward=backward)
+
+    def fit(mask: npt.NDArray[np.bool_]) -> AttentionPass:
+        few = np.flatnonzero(mask)
+        seen = rows.take(few[subsample(len(few))])
+        weight, log_time = weights(seen.seconds), np.log(seen.seconds)
+        own = _own_start(name, throttled=throttled and len(few) >= MIN_THROTTLED)
+
+        def residuals(p: FloatArray) -> FloatArray:
+            return np.asarray(weight * (np.log(predict(_kernel_of(p, dims, name, own), seen)) - log_time))
+
+        best = minimize(residuals, np.concatenate([_start(len(dims), dense), own]))
+        kernel = msgspec.structs.replace(_kernel_of(best, dims, name, own), plateau_keys=longest)
+        if not dense:
+            return kernel
+        return msgspec.structs.replace(kernel, residual=_fit_residual(empty, kernel, sheet, rows.take(mask)))
+
+    kernel, error = judged(fit, lambda kernel: predict(kernel, rows), rows.sizes(), rows.seconds)
     spread, spread_short = spreads(error, floor=max(0.01, between_libraries))
     label = Label(
         source=source,
@@ -209,6 +201,22 @@ def fit_pass(
         between_libraries=between_libraries,
     )
     return msgspec.structs.replace(kernel, label=label)
+
+
+def _own_start(name: str, *, throttled: bool) -> tuple[float, ...]:
+    """Where the search of what a kernel alone has starts: wave rounding, or the throttle; () of neither."""
+    return TILES_START if name in TILES else THROTTLE_START if throttled else ()
+
+
+def _kernel_of(p: FloatArray, dims: list[int], name: str, own: tuple[float, ...]) -> AttentionPass:
+    kernel = _unpack(p[: len(p) - len(own)], dims)
+    if own is TILES_START:
+        tile, keys = TILES[name]
+        return msgspec.structs.replace(kernel, tile=tile, key_tile=keys, wave_rounding=float(sigmoid(p[-1])))
+    if own is THROTTLE_START:
+        throttle, flops = float(MOST_THROTTLE * sigmoid(p[-2])), float(np.exp(p[-1]))
+        return msgspec.structs.replace(kernel, throttle=throttle, throttle_flops=flops, tail=HALF_TILE)
+    return kernel
 
 
 def _fit_residual(model: AttentionModel, kernel: AttentionPass, sheet: Datasheet, rows: Attentions) -> Grid:

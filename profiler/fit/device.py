@@ -558,7 +558,7 @@ def _fit_training(
         )
     if facts.rows.norms and len(norms := table.select(gpus=facts.rows.norms, ops=["rms_norm"])):
         bandwidth = facts.rows.norms_bandwidth_GBps * 1e9 or sheet.memory_bandwidth_bytes_per_s
-        found |= fit_norms(norms, bandwidth, launch_s, _basis(norms, used))
+        found |= fit_norms(norms, sheet, bandwidth, launch_s, _basis(norms, used))
     bandwidth = sheet.memory_bandwidth_bytes_per_s
     if len(lookups := own.select(ops=["embedding"], dtypes=["fp16"])) >= MIN_ROWS:
         found["gather"] = fit_gather(lookups, bandwidth, launch_s, _basis(lookups, used))

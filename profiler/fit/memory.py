@@ -13,12 +13,22 @@ whole tensors, 12 through two that repeat an operand, and what these take is wha
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from echograph.profiler.costs.device import SHORT_KERNEL_S, Datasheet, FloatArray, HeldOut, Label, MemoryModel
-from echograph.profiler.fit.regression import disagreement, held_out, minimize, score, spreads
+from echograph.profiler.costs.device import (
+    SHORT_KERNEL_S,
+    Datasheet,
+    FloatArray,
+    HeldOut,
+    Label,
+    MemoryModel,
+    column_waves,
+)
+from echograph.profiler.fit.regression import disagreement, held_out, judged, minimize, score, spreads
 from echograph.profiler.fit.table import KernelTable
 
 OPERANDS = {
@@ -153,60 +163,90 @@ TWO_KERNELS = 5.0
 ROW_KNOTS = (256.0, 8192.0, 32768.0, 131072.0, 262144.0)
 
 
-def fit_norms(rows: KernelTable, bandwidth: float, launch_s: float, basis: str) -> dict[str, MemoryModel]:
-    """RMS norms forward and backward by library, from rows of [m x n] in bf16."""
+def fit_norms(
+    rows: KernelTable, sheet: Datasheet, bandwidth: float, launch_s: float, basis: str
+) -> dict[str, MemoryModel]:
+    """RMS norms forward and backward by library, from rows of [m x n] in bf16, timed at a bandwidth."""
     models = {}
     for part, tensors in NORM_TENSORS.items():
         for library, suffix in NORMS.items():
             of = rows.where(rows.text["part"].among([part]) & rows.text["kernel"].among([library]))
             of = of.where(of.seconds() >= SHORT_KERNEL_S)
             if len(of) >= MIN_NORMS:
-                kind = "norm" if part == "fwd" else "norm_backward"
-                moved = TWO_KERNELS if kind + suffix == "norm_backward:compiled" else tensors
-                models[kind + suffix] = _fit_norm(of, moved, bandwidth, launch_s, f"{basis} ({library}, {part})")
+                name = ("norm" if part == "fwd" else "norm_backward") + suffix
+                moved = TWO_KERNELS if name == "norm_backward:compiled" else tensors
+                note = f"{basis} ({library}, {part})"
+                models[name] = _fit_norm(of, moved, sheet, bandwidth, launch_s, note, ENDINGS.get(name, ""))
     return models
 
 
 MIN_NORMS = 6
 
 
-def _fit_norm(rows: KernelTable, tensors: float, bandwidth: float, launch_s: float, basis: str) -> MemoryModel:
+ENDINGS = {"norm_backward": "column_cycles", "norm_backward:fused": "finish_s"}
+"""How the kernel that adds up the gradient of the weights takes its time, by model: PyTorch's by the rows that
+each block of columns reads; cuDNN's, which adds up what blocks of rows have left, the same whatever the size.
+torch.compile's is told by its bytes (`TWO_KERNELS`)."""
+ENDING_START = {"column_cycles": 5.0, "finish_s": 5e-6}
+
+
+def _fit_norm(
+    rows: KernelTable, tensors: float, sheet: Datasheet, bandwidth: float, launch_s: float, basis: str, ending: str
+) -> MemoryModel:
     m, n = rows.number["m"], rows.number["n"]
-    moved = tensors * m * n * 2.0
-    return _by_rows(2.0 * n, moved, held_out(m, n), rows.seconds(), bandwidth, launch_s, basis)
+    waves = m * column_waves(n, sheet.sm_count) / sheet.clock_hz
+    beside = {"column_cycles": waves, "finish_s": np.ones(len(rows))}.get(ending)
+    return _by_rows(
+        2.0 * n, tensors * m * n * 2.0, (m, n), rows.seconds(), bandwidth, launch_s, basis, ending, beside
+    )
 
 
 def _by_rows(
     row_bytes: FloatArray,
     moved: FloatArray,
-    hidden: npt.NDArray[np.bool_],
+    sizes: Sequence[FloatArray],
     seconds: FloatArray,
     bandwidth: float,
     launch_s: float,
     basis: str,
+    ending: str = "",
+    beside: FloatArray | None = None,
 ) -> MemoryModel:
-    """The fraction of the bandwidth by the length of a row, from rows that are not hidden."""
-    knots = [knot for knot in ROW_KNOTS if np.min(row_bytes) <= knot <= np.max(row_bytes)]
+    """The fraction of the bandwidth by the length of a row, and the time of an `ending`, in units of `beside`."""
+    # Rows shorter than this tell how long the ending takes; they cannot tell what their bytes do as well.
+    least = np.min(row_bytes) if beside is None else LEAST_KNOT
+    knots = [knot for knot in ROW_KNOTS if least <= knot <= np.max(row_bytes)]
 
     def predict(p: FloatArray) -> FloatArray:
-        fraction = np.exp(np.interp(np.log2(row_bytes), np.log2(knots), p))
-        return np.asarray(launch_s + moved / (bandwidth * fraction))
+        fraction = np.exp(np.interp(np.log2(row_bytes), np.log2(knots), p[: len(knots)]))
+        taken = launch_s + moved / (bandwidth * fraction)
+        return np.asarray(taken if beside is None else taken + np.exp(p[-1]) * beside)
 
-    def residuals(p: FloatArray) -> FloatArray:
-        # A dozen rows do not tell each knot's rate: neighbours are pulled together.
-        misfit = np.log(predict(p) / seconds)[~hidden]
-        return np.concatenate([misfit, TOGETHER * np.diff(p)])
+    def fit(seen: npt.NDArray[np.bool_]) -> FloatArray:
+        def residuals(p: FloatArray) -> FloatArray:
+            # A dozen rows do not tell each knot's rate: neighbours are pulled together.
+            return np.concatenate([np.log(predict(p) / seconds)[seen], TOGETHER * np.diff(p[: len(knots)])])
 
-    best = np.minimum(minimize(residuals, np.full(len(knots), np.log(0.5))), np.log(MOST_FRACTION))
-    error = score(predict(best)[hidden], seconds[hidden])
+        start = np.full(len(knots), np.log(0.5))
+        if beside is not None:
+            start = np.append(start, np.log(ENDING_START[ending]))
+        best = minimize(residuals, start)
+        best[: len(knots)] = np.minimum(best[: len(knots)], np.log(MOST_FRACTION))
+        return best
+
+    best, error = judged(fit, predict, sizes, seconds)
     spread, spread_short = spreads(error, floor=0.1)
-    return MemoryModel(
+    model = MemoryModel(
         label=Label(source="fitted", basis=basis, spread=spread, spread_short=spread_short, held_out=error),
         row_bytes=knots,
-        bandwidth_fraction=[round(float(f), 4) for f in np.exp(best)],
+        bandwidth_fraction=[round(float(f), 4) for f in np.exp(best[: len(knots)])],
     )
+    if beside is None:
+        return model
+    return msgspec.structs.replace(model, **{ending: float(f"{np.exp(best[-1]):.4g}")})
 
 
+LEAST_KNOT = 8192.0
 TOGETHER = 0.1
 
 
@@ -241,7 +281,7 @@ def fit_loss(rows: KernelTable, bandwidth: float, launch_s: float, basis: str) -
         return None
     classes, samples, length = np.asarray(sizes, dtype=np.float64).T
     moved, seconds = LOSS_TENSORS * 2.0 * samples * length * classes, rows.seconds()
-    return _by_rows(2.0 * classes, moved, held_out(samples * length, classes), seconds, bandwidth, launch_s, basis)
+    return _by_rows(2.0 * classes, moved, (samples * length, classes), seconds, bandwidth, launch_s, basis)
 
 
 EAGER_NORM = re.compile(r'hidden size \(H\)=(\d+) \{"M": (\d+), "dtype": "torch.bfloat16"')

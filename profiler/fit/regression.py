@@ -2,19 +2,22 @@
 
 A fit is robust, deterministic least squares on log time. A row is held out by a hash of its shape alone, so that
 one shape measured twice, or by two sources, falls on one side as a whole; the same shape is held out on every
-device.
+device. A table of few shapes is judged by leaving each out in turn.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import MissingExtraError
 from echograph.profiler.costs.device import SHORT_KERNEL_S, FitError, FloatArray, HeldOut
+
+Fitted = TypeVar("Fitted")
 
 OUTLIER = 0.05
 """Log error beyond which a row pulls with constant, no longer growing, force."""
@@ -65,7 +68,12 @@ def logit(x: float | FloatArray) -> FloatArray:
 
 
 ONE_IN = 5
-DESCRIPTION = "one shape in five, by blake2b of its sizes; duplicates of a shape stay together"
+FEW_SHAPES = 20
+"""Below this many shapes one in five is a handful, which says little: each is judged by a fit to all others."""
+DESCRIPTION = (
+    "one shape in five, by blake2b of its sizes; duplicates of a shape stay together. Of fewer than "
+    f"{FEW_SHAPES} shapes each in turn, by a fit to all others; what ships is fitted to all"
+)
 
 
 def held_out(*sizes: FloatArray) -> npt.NDArray[np.bool_]:
@@ -99,6 +107,33 @@ def score(predicted: FloatArray, measured: FloatArray) -> HeldOut:
     return HeldOut(
         long=fit_error(predicted[long], measured[long]), short=fit_error(predicted[~long], measured[~long])
     )
+
+
+def judged(
+    fit: Callable[[npt.NDArray[np.bool_]], Fitted],
+    predict: Callable[[Fitted], FloatArray],
+    sizes: Sequence[FloatArray],
+    seconds: FloatArray,
+) -> tuple[Fitted, HeldOut]:
+    """A fit, and its error on shapes that it had not seen; with few shapes, that of fits that each lack one.
+
+    Args:
+        fit: to the rows of a mask.
+        predict: seconds of all rows.
+        sizes: of the shape, each [rows].
+        seconds: measured, [rows].
+    """
+    shape = np.unique(np.stack(sizes, axis=1), axis=0, return_inverse=True)[1].ravel()
+    shapes = int(shape.max()) + 1 if len(shape) else 0
+    if not 1 < shapes < FEW_SHAPES:
+        hidden = held_out(*sizes)
+        best = fit(~hidden)
+        return best, score(predict(best)[hidden], seconds[hidden])
+    unseen = np.empty_like(seconds)
+    for left_out in range(shapes):
+        hidden = shape == left_out
+        unseen[hidden] = predict(fit(~hidden))[hidden]
+    return fit(np.ones(len(seconds), dtype=np.bool_)), score(unseen, seconds)
 
 
 def disagreement(sizes: Sequence[FloatArray], library: npt.NDArray[np.int32], seconds: FloatArray) -> float:

@@ -194,6 +194,8 @@ class NetworkFabric:
         peer: point-to-point traffic between domains; `hop_s` is paid once a peer.
         about: where the numbers come from.
         ring_nics: NICs of a domain that the rings or trees of one group use at most; None: those of all its ranks.
+        ll128_chunks: most chunks that a tree's pipeline over LL128 is cut into; None: as many as make it shortest.
+        ring_message_s: least seconds from one message of a ring to the next over a NIC, whatever its size.
     """
 
     name: str
@@ -206,6 +208,8 @@ class NetworkFabric:
     peer: ProtocolCost
     about: Origin
     ring_nics: float | None = None
+    ll128_chunks: float | None = None
+    ring_message_s: float = 0.0
 
 
 class _Cost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -305,6 +309,8 @@ class _NetworkFile(
     pat: bool
     nvls_tree: _Cost | None = None
     ring_nics: Annotated[float, msgspec.Meta(ge=1, le=1024)] | None = None
+    ll128_chunks: Annotated[float, msgspec.Meta(ge=1, le=10**6)] | None = None
+    ring_message_us: Microseconds = 0.0
 
     def value(self, name: str) -> NetworkFabric:
         return NetworkFabric(
@@ -318,6 +324,8 @@ class _NetworkFile(
             peer=self.peer.value(),
             about=self.about,
             ring_nics=self.ring_nics,
+            ll128_chunks=self.ll128_chunks,
+            ring_message_s=self.ring_message_us * US,
         )
 
 

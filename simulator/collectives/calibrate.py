@@ -22,7 +22,7 @@ from echograph.simulator.collectives import CollectiveName, collective_curve
 # do not separate.
 HELD = {
     "node": ("link", "protocols.Simple.efficiency", "peer.Simple.efficiency"),
-    "network": ("tree_efficiency", "ring_hop_share", "two_domain_volume"),
+    "network": ("tree_efficiency", "ring_hop_share", "two_domain_volume", "ll128_chunks"),
 }
 # Largest value by the last part of a parameter's name, as the files' own rules have it.
 LIMITS = {"efficiency": 1.05, "tree_efficiency": 1.0, "local_share": 1.0, "fill": 1.0}

@@ -9,9 +9,14 @@ chain of n-1 hops:
 a and b are hop latency and bandwidth inside a domain; a_net and B those between domains. A chunk crosses
 from domain to domain D-1 times a round, as NCCL counts it (tuning.cc: nInterSteps). With base = fill = 0
 inside one domain this is the closed form 2(n-1)(a + S/(n b)).
+
+A NIC passes on one message a step, and no message in less than the fabric's `ring_message_s`: on Slingshot each of
+2(n-1) steps takes 45 us with 2 MiB a rank as with 4, from 16 GPUs to 2,048.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.collectives import ALL_PROTOCOLS, Algorithm, Bytes, CollectiveName, Cost, Seconds
@@ -36,7 +41,10 @@ def _cost(kind: CollectiveName, size: Bytes, links: Links, protocol: ProtocolNam
         hops += crossings * (crossing - node.hop_s)
         between = volume / (links.ring_bytes_per_s * net.efficiency)
         rate = min(rate, links.ring_bytes_per_s * net.efficiency)
-    return Cost(base + hops + volume / rate, steps, inside, between)
+    moved = volume / rate
+    if links.domains > 1:
+        moved = np.maximum(moved, steps * links.network.ring_message_s)
+    return Cost(base + hops + moved, steps, inside, between)
 
 
 RING = Algorithm(

@@ -12,7 +12,8 @@ so v is the fabric's `two_domain_volume`.
 
 The last term is what a pipeline of chunks takes to fill: with k chunks, d - 1 levels more than the first wait for
 one each, (d-1) x/k, and every chunk pays a hop, k a_net; k is that of the least sum. Measured times of 16 to 128
-A100 on HDR and of 8 to 2,048 GH200 on Slingshot grow so with size and depth.
+A100 on HDR and of 8 to 2,048 GH200 on Slingshot grow so with size and depth. Over LL128 on Slingshot a level more
+takes half of x, whatever the size, as if there were but two chunks: k is at most the fabric's `ll128_chunks`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ def _cost(kind: CollectiveName, size: Bytes, links: Links, protocol: ProtocolNam
     inside = 2 / (links.node_bytes_per_s * node.efficiency) if chain else 0.0
     moved = size * max(between, inside)
     fill = 2 * np.sqrt((depth - 1) * hop * moved)
+    most = links.network.ll128_chunks
+    if most is not None and protocol == "LL128":
+        fill = np.where(fill > 2 * most * hop, (depth - 1) * moved / most + most * hop, fill)
     seconds = node.base_s + net.base_s + latency + moved + fill
     return Cost(seconds, 2 * (chain + depth), size * inside, size * between)
 

@@ -117,7 +117,7 @@ LEFT_OUT: dict[type[msgspec.Struct], dict[str, object]] = {
     HostModel: {"view_s": None, "communication_s": None},
     Label: {"held_out": HeldOut(), "between_libraries": 0.0},
     HeldOut: {"long": None, "short": None},
-    MemoryModel: {"moved_bytes": [], "moved_scale": []},
+    MemoryModel: {"moved_bytes": [], "moved_scale": [], "finish_s": 0.0, "column_cycles": 0.0},
     GroupedModel: {"products": {}, "together": {}},
     DeviceProfile: {
         "sustained_gemm_slowdown": 1.0, "sustained_basis": "", "power": None, "scan": None,

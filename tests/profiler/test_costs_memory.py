@@ -109,3 +109,33 @@ def test_a_scale_by_the_bytes_moved_holds_beyond_its_knots() -> None:
     for moved, fraction in ((1e7, 0.4), (1e8, 0.4), (2e8, 0.6), (4e8, 0.8), (1e10, 0.8)):
         seconds = memory_bound(ours, "elementwise", bytes_read=moved, bytes_written=0).seconds
         assert seconds - device.memory_launch_s == pytest.approx(moved / bandwidth / fraction)
+
+
+def test_the_gradient_of_a_norms_weights_is_added_up_by_blocks_of_columns_or_at_once() -> None:
+    device = load_device("gb200")
+    kind = device.memory["norm_backward"]
+    memory = {"norm_backward": msgspec.structs.replace(kind, column_cycles=6.0)}
+    memory["norm_backward:fused"] = msgspec.structs.replace(kind, column_cycles=0.0, finish_s=1e-5)
+    memory["norm_backward:compiled"] = msgspec.structs.replace(kind, column_cycles=0.0)
+    device = msgspec.structs.replace(device, memory=memory)
+    multiprocessors = device.datasheet.sm_count
+
+    def ending_s(library: str, columns: int, element_bytes: float = 2.0) -> float:
+        written = 1000 * columns * element_bytes
+        took = [
+            float(
+                memory_bound(
+                    device, "norm_backward", bytes_read=2 * written, bytes_written=written,
+                    row_bytes=columns * element_bytes, element_bytes=element_bytes, library=name,
+                ).seconds
+            )
+            for name in (library, "compiled")
+        ]  # fmt: skip
+        return took[0] - took[1]
+
+    wave = 6.0 * 1000 / device.datasheet.clock_hz
+    assert ending_s("", 128) == pytest.approx(wave)
+    assert ending_s("", 32 * multiprocessors) == pytest.approx(wave)
+    assert ending_s("", 32 * multiprocessors + 1) == pytest.approx(2 * wave)
+    assert ending_s("", 32 * multiprocessors, element_bytes=4.0) == pytest.approx(wave)
+    assert ending_s("fused", 128) == pytest.approx(1e-5) == ending_s("fused", 16384)

@@ -203,6 +203,38 @@ def test_what_an_algorithm_takes_is_its_closed_form(name: str, nics: float) -> N
                     check(algorithm.cost(kind, size, at, protocol), form, size, what)
 
 
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "broadcast"])
+def test_a_message_of_a_ring_takes_its_least_time_over_a_nic(kind: CollectiveName) -> None:
+    for domains, m in [(1, 8), (2, 1), (3, 5), (16, 16)]:
+        at = links(domains, m)
+        network = replace(at.network, ring_message_s=45e-6)
+        for size in SIZES:
+            free = ALGORITHMS["ring"].cost(kind, size, at, "Simple")
+            form = ring(kind, at, "Simple")
+            moved = size * max(form.inside, form.across, form.bound)
+            slow = ALGORITHMS["ring"].cost(kind, size, replace(at, network=network), "Simple")
+            least = 45e-6 * form.steps if domains > 1 else 0.0
+            assert slow.seconds == pytest.approx(form.latency + max(moved, least), rel=1e-12, abs=0)
+            assert slow[1:] == free[1:]
+
+
+@pytest.mark.parametrize("most", [1, 2, 7.5])
+def test_a_tree_over_ll128_has_no_more_chunks_than_the_fabric_says(most: float) -> None:
+    for domains, m in [(2, 1), (3, 5), (5, 8), (64, 4)]:
+        at = links(domains, m)
+        capped = replace(at, network=replace(at.network, ll128_chunks=most))
+        for protocol in ("LL", "LL128", "Simple"):
+            form = tree("all_reduce", at, protocol)
+            for size in SIZES:
+                moved = size * max(form.inside, form.across)
+                hop = NET[protocol].hop_s + CLIMB
+                best = sqrt(form.hops * moved) / hop
+                few = min(most, best) if protocol == "LL128" else best
+                filled = form.hops / hop * moved / few + few * hop if few else 0.0
+                found = ALGORITHMS["tree"].cost("all_reduce", size, capped, protocol)
+                assert found.seconds == pytest.approx(form.latency + moved + filled, rel=1e-12, abs=0)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_an_array_of_sizes_costs_what_each_does(name: str) -> None:
     algorithm: Algorithm = ALGORITHMS[name]
