@@ -192,6 +192,20 @@ CHOICES = (
         independent=True,
     ),
     Choice(
+        name="rings of 2024's Transformer Engine hold the host; without: it runs ahead",
+        families=("dgxc",),
+        without=stack("nemo", ring_host_waits=False),
+        source="code of Transformer Engine v1.10 to v1.13",
+        independent=True,
+    ),
+    Choice(
+        name="NeMo's host takes what megatron-core's takes; without: what is assumed of any",
+        families=NEMO,
+        without=stack("nemo nemo-2", host=""),
+        source="megatron-core, measured",
+        independent=True,
+    ),
+    Choice(
         name="experts' products are in FP8, too; without: in bf16",
         families=("mbridge",),
         without=stack("nemo nemo-2 megatron-bridge", fp8_experts=False),

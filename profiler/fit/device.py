@@ -585,7 +585,9 @@ JOULES_PER_BYTE = 3e-11
 
 OF_BF16 = {"fp8": 0.57, "nvfp4": 0.39}
 """Energy of a FLOP over one in bf16, where a device has no long run of the dtype: of GB200's, all of random
-numbers by one library (`datasheets.toml`)."""
+numbers by one library (`datasheets.toml`). Two other sources say 0.48 of FP8 (loops of products with a scale a row
+on an H100 under 500 W, pytorch/FBGEMM, pull request 2546) and 0.64 (with a scale a block, which takes more work, on
+an H200 at its limit, aiconfigurator)."""
 
 SUSTAINED_SIZE = 8192.0
 """Rows, columns and depth of the products that a long run stands for."""
