@@ -261,14 +261,27 @@ class _Triton(ModuleType):
         return self
 
 
+class _Stream:
+    """A stream of a device that is not there; entering it is PyTorch's Python, ordering it nothing."""
+
+    device = torch.device("cpu")
+
+    def _ordered(self, _: Any) -> None:
+        return None
+
+    wait_stream = wait_event = record_event = _ordered
+
+
 def installed(folder: Path) -> Extension:
     """Imports the clone's package; what stands for its extension."""
     import torch._inductor.runtime.hints  # before there is what looks like Triton
 
     without_a_device()
-    fake_group()
+    fake_group(max(RINGS))
     device = SimpleNamespace(major=9, minor=0, multi_processor_count=132, gcnArchName="")
+    stream = _Stream()
     nothing: dict[str, Any] = {
+        "current_stream": lambda *_: stream, "set_stream": lambda _: None, "Event": lambda: None,
         "get_device_properties": lambda *_: device,
         "get_device_capability": lambda *_: (9, 0), "_exchange_device": lambda _: 0,
         "_maybe_exchange_device": lambda _: 0, "_get_device_index": lambda *_, **__: 0,
@@ -330,13 +343,26 @@ def _chain(module: Callable[[int], nn.Module], run: Callable[[Any, Tensor], Any]
     return make
 
 
-def _attending(one_kernel: bool) -> Make:
-    """Attention by cuDNN's kernel or by several, of one tensor, and the view of it that has heads."""
+RINGS = (2, 4)
+"""Ranks that pass keys and values around."""
+
+
+def _attending(one_kernel: bool, ranks: int = 1) -> Make:
+    """Attention by cuDNN's kernel or by several, of one tensor, and the view of it that has heads.
+
+    Args:
+        one_kernel: whether it is cuDNN's.
+        ranks: over which sequences are divided, whose keys and values go around.
+    """
 
     def make(*size: int) -> Step:
         _select(one_kernel)
         of = sys.modules["transformer_engine.pytorch"].DotProductAttention
-        sort = {"attention_dropout": 0.0, "qkv_format": "sbhd", "attn_mask_type": "causal"}
+        sort: dict[str, Any] = {"attention_dropout": 0.0, "qkv_format": "sbhd", "attn_mask_type": "causal"}
+        if ranks > 1:
+            members = list(range(ranks))
+            group = torch.distributed.new_group(members)
+            sort |= {"cp_group": group, "cp_global_ranks": members, "cp_stream": _Stream(), "cp_comm_type": "p2p"}
 
         def attend(module: Any, given: Tensor) -> Tensor:
             heads = given.view(*given.shape[:2], HEADS, -1)
@@ -445,6 +471,7 @@ CASES: dict[str, Make] = {
     "RMSNorm": _norm("RMSNorm"),
     "DotProductAttention, fused": _attending(True),
     "DotProductAttention, unfused": _attending(False),
+    **{f"DotProductAttention, ring of {ranks}": _attending(True, ranks) for ranks in RINGS},
     "apply_rotary_pos_emb": _rotated,
     "GroupedLinear of 2": _grouped(2),
     "GroupedLinear of 8": _grouped(8),

@@ -259,6 +259,14 @@ def _hooks_of_captures(kept: bool) -> Iterator[None]:
             each.update(known)
 
 
+def _attending(ranks: int) -> tuple[str, ...]:
+    """What calls of attention are known by: in one kernel or several, or a step for each of a ring's ranks."""
+    if ranks > 1:
+        return ("DotProductAttention ring", *["DotProductAttention step of a ring"] * ranks)
+    kernels = "unfused" if all(os.environ.get(choice) == "0" for choice in _KERNELS) else "fused"
+    return (f"DotProductAttention {kernels}",)
+
+
 def compiled(function: Any) -> Any:
     """What stands for a function that a framework has compiled: it runs as written, and counts as one call."""
 
@@ -298,20 +306,20 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         self._before = HostWork()
         self._reached: Any = None
         self._made: Node | None = None
-        self._stand_ins: dict[str, str] = {}
+        self._stand_ins: dict[str, tuple[str, ...]] = {}
         self.stands_in: frozenset[str] = frozenset()
 
-    def _standing_in(self, module: Any) -> str:
-        """Name under which calls of a layer are known that stands in for another one; "" for all others."""
+    def _standing_in(self, module: Any) -> tuple[str, ...]:
+        """Names under which a call of a layer is known that stands in for another one; () for all others."""
         for kind in type(module).__mro__:
-            name = kind.__name__
-            if name == "DotProductAttention":
+            names: tuple[str, ...] = (kind.__name__,)
+            if names == ("DotProductAttention",):
                 if getattr(module, "packs", False):
-                    return ""  # what it does about another one is counted, and the other one is known as a whole
-                name += " unfused" if all(os.environ.get(choice) == "0" for choice in _KERNELS) else " fused"
-            if kind.__module__ in _ENGINE and name in self.stands_in:
-                return name
-        return ""
+                    return ()  # what it does about another one is counted, and the other one is known as a whole
+                names = _attending(getattr(module, "ranks_around", 1))
+            if kind.__module__ in _ENGINE and self.stands_in.issuperset(names):
+                return names
+        return ()
 
     def reads(self, tensor: torch.Tensor) -> None:
         """The script reads a value of the device: the host waits until what makes it has ended."""
@@ -360,10 +368,10 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         try:
             self.counter.module()
             super()._module_begins(module, args)
-            name = self._standing_in(module)
-            if name:
+            names = self._standing_in(module)
+            if names:
                 self.counter.muted += 1
-                self._stand_ins[self._stack[-1]] = name
+                self._stand_ins[self._stack[-1]] = names
         finally:
             self.counter.leave()
 
@@ -465,8 +473,8 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             elif own:
                 place = (own, node.meta[PHASE], node.meta.get(MICRO_BATCH))
                 phase = "backward" if node.meta[PHASE] == BACKWARD else "forward"
-                name = f"{self._stand_ins[own]}.{phase}"
-                node.meta[WORK] = outside + HostWork(stood_in=() if place == inside else (name,))
+                calls = tuple(f"{name}.{phase}" for name in self._stand_ins[own])
+                node.meta[WORK] = outside + HostWork(stood_in=() if place == inside else calls)
                 inside = place
             else:
                 node.meta[WORK] = work + passed_on
