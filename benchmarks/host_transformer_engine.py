@@ -18,17 +18,21 @@ import argparse
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
+from itertools import cycle
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import c10d_logger
 
 from benchmarks.host import (
     DEPTHS,
@@ -291,6 +295,10 @@ def installed(folder: Path) -> Extension:
         setattr(torch.cuda, name, function)
     for name in ("range_push", "range_pop"):
         setattr(torch.cuda.nvtx, name, lambda *_: 0)
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        # As before PyTorch 2.13, which warns at each call.
+        function = inspect.unwrap(getattr(torch.distributed, name))
+        setattr(torch.distributed, name, c10d_logger._exception_logger(function))
     extension = Extension()
     written = {name: _Triton(name) for name in ("triton", "triton.language", "triton.language.standard")}
     for module in written.values():
@@ -347,12 +355,13 @@ RINGS = (2, 4)
 """Ranks that pass keys and values around."""
 
 
-def _attending(one_kernel: bool, ranks: int = 1) -> Make:
+def _attending(one_kernel: bool, ranks: int = 1, alternates: bool = False) -> Make:
     """Attention by cuDNN's kernel or by several, of one tensor, and the view of it that has heads.
 
     Args:
         one_kernel: whether it is cuDNN's.
         ranks: over which sequences are divided, whose keys and values go around.
+        alternates: whether each call has another mask than the one before, and chooses its kernel anew.
     """
 
     def make(*size: int) -> Step:
@@ -360,17 +369,61 @@ def _attending(one_kernel: bool, ranks: int = 1) -> Make:
         of = sys.modules["transformer_engine.pytorch"].DotProductAttention
         sort: dict[str, Any] = {"attention_dropout": 0.0, "qkv_format": "sbhd", "attn_mask_type": "causal"}
         if ranks > 1:
-            members = list(range(ranks))
-            group = torch.distributed.new_group(members)
-            sort |= {"cp_group": group, "cp_global_ranks": members, "cp_stream": _Stream(), "cp_comm_type": "p2p"}
+            sort |= {"cp_group": _group(ranks), "cp_global_ranks": list(range(ranks))}
+            sort |= {"cp_stream": _Stream(), "cp_comm_type": "p2p"}
+        masks = cycle(("causal", "no_mask") if alternates else ("causal",))
 
         def attend(module: Any, given: Tensor) -> Tensor:
             heads = given.view(*given.shape[:2], HEADS, -1)
-            return module(heads, heads, heads)
+            return module(heads, heads, heads, attn_mask_type=next(masks))
 
         return _chain(lambda width: of(HEADS, width // HEADS, **sort), attend)(*size)
 
     return make
+
+
+@cache
+def _group(ranks: int) -> Any:
+    """Of the first ones."""
+    return torch.distributed.new_group(list(range(ranks)))
+
+
+def _divided(name: str, by: str, sequence: bool) -> Make:
+    """A module that two ranks of tensor parallelism divide by "column" or by "row", and sequences, too, or not.
+
+    Half of what it makes, or two copies, so that all have as many rows.
+    """
+
+    def module(width: int) -> nn.Module:
+        columns = by == "column"
+        made: nn.Module = getattr(sys.modules["transformer_engine.pytorch"], name)(
+            width * (1 if columns else 2), width * (2 if columns else 1), bias=True, return_bias=not columns,
+            parallel_mode=by, tp_group=_group(2), tp_size=2, sequence_parallel=sequence, **_FUSES,
+        )  # fmt: skip
+        return made
+
+    def run(one: Any, given: Tensor) -> Tensor:
+        made = one(given)
+        return _resized(made[0] if isinstance(made, tuple) else made, by if sequence else "")
+
+    return _chain(module, run)
+
+
+def _resized(made: Tensor, by: str) -> Tensor:
+    """Half of the rows, or twice as many."""
+    if not by:
+        return made
+    return made.narrow(0, 0, made.shape[0] // 2) if by == "column" else made.repeat(2, 1, 1)
+
+
+def _resizing(by: str) -> Make:
+    """What chains of divided modules have besides."""
+
+    def run(_: Any, given: Tensor) -> Tensor:
+        other = given.repeat(2, 1, 1) if by == "column" else given.narrow(0, 0, given.shape[0] // 2)
+        return _resized(other, by)
+
+    return _chain(lambda _: nn.Identity(), run)
 
 
 def _select(one_kernel: bool) -> None:
@@ -472,9 +525,16 @@ CASES: dict[str, Make] = {
     "DotProductAttention, fused": _attending(True),
     "DotProductAttention, unfused": _attending(False),
     **{f"DotProductAttention, ring of {ranks}": _attending(True, ranks) for ranks in RINGS},
+    "DotProductAttention, chosen anew": _attending(True, alternates=True),
     "apply_rotary_pos_emb": _rotated,
     "GroupedLinear of 2": _grouped(2),
     "GroupedLinear of 8": _grouped(8),
+    "halves and copies": _resizing("column"),
+    **{
+        f"{name} by {by}s{', sequences' if sequence else ''}": _divided(name, by, sequence)
+        for name, by in (("Linear", "column"), ("LayerNormLinear", "column"), ("Linear", "row"))
+        for sequence in (False, True)
+    },
     "Linear, FP8": _in_fp8(_of("Linear", **_FUSES)),
     "LayerNormLinear, FP8": _in_fp8(_of("LayerNormLinear", **_FUSES)),
 }

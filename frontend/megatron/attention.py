@@ -101,6 +101,7 @@ class DotProductAttention(nn.Module):
         self._by_heads, self._around, self._gathered = (
             None if cp_group is None else group for group in (by_heads, around, gathered)
         )
+        self.attends = attention_type, attn_mask_type
         self.ranks_around = 1 if self._around is None else self._around.size()
         self.packs = self._flash and attn_mask_type.startswith("padding") and cp_group is None
         if self.packs:

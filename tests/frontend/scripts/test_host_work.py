@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -330,6 +331,25 @@ def test_a_ring_of_attention_has_a_step_for_each_rank() -> None:
     assert units.stands_in.issuperset(of_four)
     assert host_work._attending(1) == ("DotProductAttention fused",)
     forward = [units.seconds(HostWork(stood_in=tuple(f"{n}.forward" for n in of))) for of in (of_two, of_four)]
+    assert units.stands_in.issuperset(host_work._attending(1, anew=True))
     step = units.seconds(HostWork(stood_in=("DotProductAttention step of a ring.forward",)))
     assert forward[1] - forward[0] == pytest.approx(2 * step)
     assert forward[0] > 2 * units.seconds(HostWork(stood_in=("DotProductAttention fused.forward",)))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({}, ""),
+        ({"tp_size": 2, "parallel_mode": None}, ""),
+        ({"tp_size": 2, "parallel_mode": "row", "sequence_parallel": False}, " by rows"),
+        ({"tp_size": 4, "parallel_mode": "column", "sequence_parallel": True}, " by columns, sequences"),
+    ],
+)
+def test_products_that_ranks_divide_take_the_host_longer(given: dict[str, Any], name: str) -> None:
+    units = load_units()
+    assert host_work._divided(SimpleNamespace(**given)) == name
+    whole, divided = (
+        units.seconds(HostWork(stood_in=(f"Linear{of}.forward", f"Linear{of}.backward"))) for of in ("", name)
+    )
+    assert (divided > whole) == bool(name)
