@@ -115,8 +115,8 @@ def _known(file: _File, alike: Callable[[Mapping[str, Any]], Any], github: set[s
 
 SLOWER = 1.2
 """Times as long as on a DGX H100, from which on a commit's times are of another machine. Of fifteen commits whose
-tests both run, four are 1.41 to 1.51 times (43 tests), one of two tests of Muon 2.7, with arguments that have changed
-since, and ten at most 1.15."""
+tests both run, four are 1.41 to 1.51 times (43 tests), one of two tests of Muon 2.7, with arguments that have
+changed since, and ten at most 1.15."""
 
 
 def of_github(
