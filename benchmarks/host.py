@@ -266,13 +266,13 @@ def megatron_layers(
     return Trained(lambda again: blocks[again](hidden, mask))
 
 
-def fake_group() -> None:
-    """A process group of one rank, whose collectives do nothing."""
+def fake_group(ranks: int = 1) -> None:
+    """A process group of so many ranks, of which this is the first, and whose collectives do nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with suppress(ValueError):  # there is one already
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
 
 FRAMEWORKS: dict[str, Make] = {

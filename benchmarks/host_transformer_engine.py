@@ -18,17 +18,21 @@ import argparse
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
+from itertools import cycle
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import c10d_logger
 
 from benchmarks.host import (
     DEPTHS,
@@ -261,14 +265,27 @@ class _Triton(ModuleType):
         return self
 
 
+class _Stream:
+    """A stream of a device that is not there; entering it is PyTorch's Python, ordering it nothing."""
+
+    device = torch.device("cpu")
+
+    def _ordered(self, _: Any) -> None:
+        return None
+
+    wait_stream = wait_event = record_event = _ordered
+
+
 def installed(folder: Path) -> Extension:
     """Imports the clone's package; what stands for its extension."""
     import torch._inductor.runtime.hints  # before there is what looks like Triton
 
     without_a_device()
-    fake_group()
+    fake_group(max(RINGS))
     device = SimpleNamespace(major=9, minor=0, multi_processor_count=132, gcnArchName="")
+    stream = _Stream()
     nothing: dict[str, Any] = {
+        "current_stream": lambda *_: stream, "set_stream": lambda _: None, "Event": lambda: None,
         "get_device_properties": lambda *_: device,
         "get_device_capability": lambda *_: (9, 0), "_exchange_device": lambda _: 0,
         "_maybe_exchange_device": lambda _: 0, "_get_device_index": lambda *_, **__: 0,
@@ -278,6 +295,10 @@ def installed(folder: Path) -> Extension:
         setattr(torch.cuda, name, function)
     for name in ("range_push", "range_pop"):
         setattr(torch.cuda.nvtx, name, lambda *_: 0)
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        # As before PyTorch 2.13, which warns at each call.
+        function = inspect.unwrap(getattr(torch.distributed, name))
+        setattr(torch.distributed, name, c10d_logger._exception_logger(function))
     extension = Extension()
     written = {name: _Triton(name) for name in ("triton", "triton.language", "triton.language.standard")}
     for module in written.values():
@@ -330,21 +351,79 @@ def _chain(module: Callable[[int], nn.Module], run: Callable[[Any, Tensor], Any]
     return make
 
 
-def _attending(one_kernel: bool) -> Make:
-    """Attention by cuDNN's kernel or by several, of one tensor, and the view of it that has heads."""
+RINGS = (2, 4)
+"""Ranks that pass keys and values around."""
+
+
+def _attending(one_kernel: bool, ranks: int = 1, alternates: bool = False) -> Make:
+    """Attention by cuDNN's kernel or by several, of one tensor, and the view of it that has heads.
+
+    Args:
+        one_kernel: whether it is cuDNN's.
+        ranks: over which sequences are divided, whose keys and values go around.
+        alternates: whether each call has another mask than the one before, and chooses its kernel anew.
+    """
 
     def make(*size: int) -> Step:
         _select(one_kernel)
         of = sys.modules["transformer_engine.pytorch"].DotProductAttention
-        sort = {"attention_dropout": 0.0, "qkv_format": "sbhd", "attn_mask_type": "causal"}
+        sort: dict[str, Any] = {"attention_dropout": 0.0, "qkv_format": "sbhd", "attn_mask_type": "causal"}
+        if ranks > 1:
+            sort |= {"cp_group": _group(ranks), "cp_global_ranks": list(range(ranks))}
+            sort |= {"cp_stream": _Stream(), "cp_comm_type": "p2p"}
+        masks = cycle(("causal", "no_mask") if alternates else ("causal",))
 
         def attend(module: Any, given: Tensor) -> Tensor:
             heads = given.view(*given.shape[:2], HEADS, -1)
-            return module(heads, heads, heads)
+            return module(heads, heads, heads, attn_mask_type=next(masks))
 
         return _chain(lambda width: of(HEADS, width // HEADS, **sort), attend)(*size)
 
     return make
+
+
+@cache
+def _group(ranks: int) -> Any:
+    """Of the first ones."""
+    return torch.distributed.new_group(list(range(ranks)))
+
+
+def _divided(name: str, by: str, sequence: bool) -> Make:
+    """A module that two ranks of tensor parallelism divide by "column" or by "row", and sequences, too, or not.
+
+    Half of what it makes, or two copies, so that all have as many rows.
+    """
+
+    def module(width: int) -> nn.Module:
+        columns = by == "column"
+        made: nn.Module = getattr(sys.modules["transformer_engine.pytorch"], name)(
+            width * (1 if columns else 2), width * (2 if columns else 1), bias=True, return_bias=not columns,
+            parallel_mode=by, tp_group=_group(2), tp_size=2, sequence_parallel=sequence, **_FUSES,
+        )  # fmt: skip
+        return made
+
+    def run(one: Any, given: Tensor) -> Tensor:
+        made = one(given)
+        return _resized(made[0] if isinstance(made, tuple) else made, by if sequence else "")
+
+    return _chain(module, run)
+
+
+def _resized(made: Tensor, by: str) -> Tensor:
+    """Half of the rows, or twice as many."""
+    if not by:
+        return made
+    return made.narrow(0, 0, made.shape[0] // 2) if by == "column" else made.repeat(2, 1, 1)
+
+
+def _resizing(by: str) -> Make:
+    """What chains of divided modules have besides."""
+
+    def run(_: Any, given: Tensor) -> Tensor:
+        other = given.repeat(2, 1, 1) if by == "column" else given.narrow(0, 0, given.shape[0] // 2)
+        return _resized(other, by)
+
+    return _chain(lambda _: nn.Identity(), run)
 
 
 def _select(one_kernel: bool) -> None:
@@ -445,9 +524,17 @@ CASES: dict[str, Make] = {
     "RMSNorm": _norm("RMSNorm"),
     "DotProductAttention, fused": _attending(True),
     "DotProductAttention, unfused": _attending(False),
+    **{f"DotProductAttention, ring of {ranks}": _attending(True, ranks) for ranks in RINGS},
+    "DotProductAttention, chosen anew": _attending(True, alternates=True),
     "apply_rotary_pos_emb": _rotated,
     "GroupedLinear of 2": _grouped(2),
     "GroupedLinear of 8": _grouped(8),
+    "halves and copies": _resizing("column"),
+    **{
+        f"{name} by {by}s{', sequences' if sequence else ''}": _divided(name, by, sequence)
+        for name, by in (("Linear", "column"), ("LayerNormLinear", "column"), ("Linear", "row"))
+        for sequence in (False, True)
+    },
     "Linear, FP8": _in_fp8(_of("Linear", **_FUSES)),
     "LayerNormLinear, FP8": _in_fp8(_of("LayerNormLinear", **_FUSES)),
 }

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.accuracy import BAND, ROOT, percent, replace_part, table
 from echograph.ir.files import write_whole
 
-PLATFORMS = ("H100", "A100", "GB200")
+PLATFORMS = ("H100", "A100", "GB200", "H100 on AWS")
 LARGE = 2048
 """Hidden size from which on kernels are large, and the host is not what binds."""
 

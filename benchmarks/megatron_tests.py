@@ -43,14 +43,15 @@ from typing import Any
 
 import yaml
 
-from benchmarks.megatron_history import Known, history
+from benchmarks.megatron_history import Known, Measured, history
 from benchmarks.megatron_page import errors_table, judged, write_page
 
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 
-CLUSTERS = {"H100": "dgx-h100", "A100": "dgx-a100", "GB200": "gb200-nvl72"}
-"""The preset of each GPU of the table."""
+ON_AWS = "H100 on AWS"
+CLUSTERS = {"H100": "dgx-h100", "A100": "dgx-a100", "GB200": "gb200-nvl72", ON_AWS: "aws-p5"}
+"""The preset of each GPU of the table, and of what GitHub's CI measured."""
 
 # What names files of the machines that ran, or says what is done with them: a capture has no such files.
 _FILES = re.compile(
@@ -129,9 +130,27 @@ def tests_of(table: Path, folder: Path, known: Mapping[str, Known] | None = None
             made = (row["script"], tuple(_arguments(written)), environment, int(row["gpus"]))
             key = json.dumps(made)
             sets[key] = made
-            runs = [(run.date, run.seconds) for run in known_of.runs]
-            found.setdefault(key, []).append({**row, "runs": runs})
+            found.setdefault(key, []).extend(_by_machine(row, known_of.runs))
     return [_test(sets[key], rows) for key, rows in found.items()]
+
+
+def _by_machine(row: Mapping[str, Any], runs: Sequence[Measured]) -> Iterator[Mapping[str, Any]]:
+    """A line of the table, with what else is known of its times; two where both kinds of machines took some.
+
+    The table's is the last one. Where GitHub's CI took it, the last one of a DGX H100 stands beside it, with the
+    memory of both, which does not differ.
+    """
+    of = {there: [run for run in runs if run.on_github is there] for there in (False, True)}
+    told: dict[str, Any] = {**row, "runs": [(run.date, run.seconds) for run in of[False]]}
+    if runs and runs[-1].on_github:
+        times = [(run.date, run.seconds) for run in of[True]]
+        if of[False]:
+            last = of[False][-1]
+            taken = {"iteration_s_median": last.seconds, "iteration_s_p90": last.spread, "iteration_s_min": 1.0}
+            yield {**told, **taken}
+            told |= dict.fromkeys(("mem_max_allocated_bytes", "mem_allocated_bytes"), 0)
+        told |= {"gpu": ON_AWS, "runs": times}
+    yield told
 
 
 def _test(made: Any, rows: Sequence[Mapping[str, Any]]) -> Test:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from echograph.frontend.megatron import fp8, graphs, mamba, muon, transformer_engine
+from echograph.frontend.megatron import fp8, graphs, kernels, mamba, muon, transformer_engine
 from echograph.frontend.megatron.attention import PACKS, is_flash_alone, is_one_kernel
 from echograph.frontend.megatron.flex import Flex
 from echograph.frontend.megatron.hooks import hooks, optimizers
@@ -123,7 +123,7 @@ class MegatronAdapter(TorchAdapter):
             # What megatron-core compiles, it gives torch.compile where it is imported.
             patched(torch, "compile", lambda _: compiling(recorder, self.compiles)),
             shimmed(),
-            transformer_engine.told(recorder.in_region),
+            kernels.told(recorder.in_region),
             patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
             patched(fp8.ScalingRecipe, "__init__", lambda f: _said(recorder, f, _IN_FP8)),
             patched(mamba.GatedNorm, "__init__", lambda f: _said(recorder, f, _MAMBA)),

@@ -25,6 +25,8 @@ from torch.nn import functional
 from echograph.errors import CaptureError
 from echograph.frontend.megatron import packing
 from echograph.frontend.megatron.apex import masked_softmax
+from echograph.frontend.megatron.kernels import within
+from echograph.ir.passes.fuse import COMPILED
 
 _ATEN = torch.ops.aten
 _FOR = "Transformer Engine is not installed, and what stands in for it"
@@ -99,6 +101,8 @@ class DotProductAttention(nn.Module):
         self._by_heads, self._around, self._gathered = (
             None if cp_group is None else group for group in (by_heads, around, gathered)
         )
+        self.attends = attention_type, attn_mask_type
+        self.ranks_around = 1 if self._around is None else self._around.size()
         self.packs = self._flash and attn_mask_type.startswith("padding") and cp_group is None
         if self.packs:
             self.without_padding = DotProductAttention(
@@ -326,10 +330,15 @@ class _Ring(torch.autograd.Function):
             for wait in waits:
                 wait.wait()
             held = coming
-        result = torch.zeros_like(query[..., : value.shape[-1]], memory_format=torch.contiguous_format)
+        result = query.new_empty(0)
         for step, (out, lse) in enumerate(parts):
             queries = of.part(step)[0]
-            _half(result, queries).add_(_weighted(out, lse, _half(sums, queries)))
+            with within(COMPILED):
+                part = _weighted(out, lse, _half(sums, queries))
+                if step:
+                    _half(result, queries).add_(part)
+                else:  # in the first, all of a rank's queries attend
+                    result = part.contiguous()
         ctx.save_for_backward(query, key[:0], value[:0], held, result, sums)
         ctx.of, ctx.shapes = of, (key.shape, value.shape)
         return result
@@ -394,7 +403,8 @@ def _pass_on(held: Tensor, group: Any, back: bool = False) -> tuple[Tensor, list
 def _combine(sums: Tensor, lse: Tensor, queries: slice) -> Tensor:
     """Sums of exponentials, of which a step adds to some."""
     part = _half(sums, queries)
-    part.copy_(torch.logaddexp(part, lse))
+    with within(COMPILED):
+        part.copy_(torch.logaddexp(part, lse))
     return sums
 
 

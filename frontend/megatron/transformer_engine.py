@@ -11,8 +11,8 @@ Transformer Engine, and what they are given is what Transformer Engine takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,31 +22,13 @@ from torch.nn import functional
 from echograph.frontend.megatron import fp8
 from echograph.frontend.megatron.apex import accumulate
 from echograph.frontend.megatron.attention import DotProductAttention, refused
+from echograph.frontend.megatron.kernels import within
 from echograph.ir.passes.fuse import FUSED
 
 __all__ = ["DotProductAttention"]
 
 VERSION = "2.6.0"
 """Version that the stand-ins are of."""
-
-
-def _untold(maker: str) -> AbstractContextManager[None]:
-    del maker
-    return nullcontext()
-
-
-_kernel: Callable[[str], AbstractContextManager[None]] = _untold
-
-
-@contextmanager
-def told(region: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-    """In the context, what runs within a kernel that Transformer Engine has of its own is in such a region."""
-    global _kernel
-    before, _kernel = _kernel, region
-    try:
-        yield
-    finally:
-        _kernel = before
 
 
 class _Parameters(nn.Module):
@@ -71,7 +53,7 @@ class _Parameters(nn.Module):
 
     def _normalised(self, given: Tensor, eps: float, prefix: str = "") -> Tensor:
         weight, bias = (self._parameters.get(f"{prefix}{name}") for name in ("weight", "bias"))
-        with _kernel(FUSED):
+        with within(FUSED):
             if self._kind == "LayerNorm":
                 return functional.layer_norm(given, self._size, weight, bias, eps)
             return functional.rms_norm(given, self._size, weight, eps)
@@ -147,7 +129,7 @@ class Linear(_Parameters):
         if fp8.State.recipe is not None:
             return self._narrow(given, fp8.State.recipe, is_first_microbatch)
         by_columns, several = self.parallel_mode == "column", self.tp_size > 1
-        with _kernel(FUSED):
+        with within(FUSED):
             out = layers.linear_with_grad_accumulation_and_async_allreduce(
                 input=given,
                 weight=self.weight,
@@ -268,7 +250,7 @@ def apply_rotary_pos_emb(
 
     if tensor_format != "sbhd":
         raise refused("rotary embeddings of packed sequences", "give --no-rope-fusion")
-    with _kernel(FUSED):
+    with within(FUSED):
         return rope_utils._apply_rotary_pos_emb_bshd(tensor, freqs, rotary_interleaved=interleaved)  # type: ignore[no-any-return]
 
 

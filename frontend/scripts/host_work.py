@@ -259,6 +259,27 @@ def _hooks_of_captures(kept: bool) -> Iterator[None]:
             each.update(known)
 
 
+def _attending(ranks: int, anew: bool = False) -> tuple[str, ...]:
+    """What calls of attention are known by: in one kernel or several, or a step for each of a ring's ranks.
+
+    Args:
+        ranks: of the ring; 1: none.
+        anew: whether it attends otherwise than the call before, so that a kernel is chosen for it.
+    """
+    if ranks > 1:
+        return ("DotProductAttention ring", *["DotProductAttention step of a ring"] * ranks)
+    if all(os.environ.get(choice) == "0" for choice in _KERNELS):
+        return ("DotProductAttention unfused",)
+    return (f"DotProductAttention {'chosen anew' if anew else 'fused'}",)
+
+
+def _divided(module: Any) -> str:
+    """What the name of a product has behind it that ranks of tensor parallelism divide."""
+    if getattr(module, "tp_size", 1) == 1 or not module.parallel_mode:
+        return ""
+    return f" by {module.parallel_mode}s" + (", sequences" if module.sequence_parallel else "")
+
+
 def compiled(function: Any) -> Any:
     """What stands for a function that a framework has compiled: it runs as written, and counts as one call."""
 
@@ -298,20 +319,25 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         self._before = HostWork()
         self._reached: Any = None
         self._made: Node | None = None
-        self._stand_ins: dict[str, str] = {}
+        self._stand_ins: dict[str, tuple[str, ...]] = {}
+        self._attended: Any = None
         self.stands_in: frozenset[str] = frozenset()
 
-    def _standing_in(self, module: Any) -> str:
-        """Name under which calls of a layer are known that stands in for another one; "" for all others."""
+    def _standing_in(self, module: Any, args: Any) -> tuple[str, ...]:
+        """Names under which a call of a layer is known that stands in for another one; () for all others."""
         for kind in type(module).__mro__:
-            name = kind.__name__
-            if name == "DotProductAttention":
+            if kind.__module__ not in _ENGINE:
+                continue
+            names: tuple[str, ...] = (f"{kind.__name__}{_divided(module)}",)
+            if kind.__name__ == "DotProductAttention":
                 if getattr(module, "packs", False):
-                    return ""  # what it does about another one is counted, and the other one is known as a whole
-                name += " unfused" if all(os.environ.get(choice) == "0" for choice in _KERNELS) else " fused"
-            if kind.__module__ in _ENGINE and name in self.stands_in:
-                return name
-        return ""
+                    return ()  # what it does about another one is counted, and the other one is known as a whole
+                shapes = [tensor.shape for tensor in _tensors(args)]
+                before, self._attended = self._attended, (module.attends, shapes)
+                names = _attending(module.ranks_around, anew=before != self._attended)
+            if self.stands_in.issuperset(names):
+                return names
+        return ()
 
     def reads(self, tensor: torch.Tensor) -> None:
         """The script reads a value of the device: the host waits until what makes it has ended."""
@@ -360,10 +386,10 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         try:
             self.counter.module()
             super()._module_begins(module, args)
-            name = self._standing_in(module)
-            if name:
+            names = self._standing_in(module, args)
+            if names:
                 self.counter.muted += 1
-                self._stand_ins[self._stack[-1]] = name
+                self._stand_ins[self._stack[-1]] = names
         finally:
             self.counter.leave()
 
@@ -465,8 +491,8 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             elif own:
                 place = (own, node.meta[PHASE], node.meta.get(MICRO_BATCH))
                 phase = "backward" if node.meta[PHASE] == BACKWARD else "forward"
-                name = f"{self._stand_ins[own]}.{phase}"
-                node.meta[WORK] = outside + HostWork(stood_in=() if place == inside else (name,))
+                calls = tuple(f"{name}.{phase}" for name in self._stand_ins[own])
+                node.meta[WORK] = outside + HostWork(stood_in=() if place == inside else calls)
                 inside = place
             else:
                 node.meta[WORK] = work + passed_on

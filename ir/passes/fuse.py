@@ -51,6 +51,8 @@ _NORMS = ("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
 _MAKERS = {"modules": "fused", "layers": "compiled", "step": "compiled"}
 """What the names of kernels begin with, by where they fuse: who makes them."""
 _RANDOM = "aten.native_dropout"
+DRAWS = "dropout"
+"""How the names of a compiler's kernels begin that draw random numbers, one an element."""
 FUSED, COMPILED = "fused", "compiled"
 """Who makes kernels of a captured job's region: a library one, by hand, or a compiler as few as it can."""
 
@@ -568,8 +570,11 @@ class _Writer(StepWriter):
         name = last.name.removeprefix("aten.")
         if kernel.reduced:
             name = "norm_backward" if last.phase == t.Phase.BACKWARD else "norm"
+        prefix = self.prefixes.get(last.id, self.prefix)
+        if prefix == COMPILED and any(graph.ops[row].name == _RANDOM for row in kernel.rows):
+            name = f"{DRAWS}_{name}"
         new = self.builder.compute(
-            f"{self.prefixes.get(last.id, self.prefix)}.{name}",
+            f"{prefix}.{name}",
             phase=last.phase,
             module=last.module,
             inputs=[self.tensor(i) for i in read],

@@ -19,6 +19,7 @@ from echograph.errors import GraphError, UnavailableError
 from echograph.ir.columns import NONE, Float64, Int64
 from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate
+from echograph.ir.passes.fuse import DRAWS
 from echograph.ir.types import (
     Attention,
     Compute,
@@ -44,6 +45,8 @@ from echograph.profiler.costs.device import (
     DeviceProfile,
     memory_bound,
 )
+from echograph.profiler.costs.dropout import SPREAD as DRAWN_SPREAD
+from echograph.profiler.costs.dropout import drawn_seconds
 from echograph.profiler.costs.gemm import (
     RESULT_BYTES,
     SINGLE_BYTES,
@@ -111,6 +114,7 @@ _REDUCING_NORMS = ("linalg_vector_norm", "_foreach_norm")
 _ROWS = ("norm", "norm_backward", "softmax", "loss")
 _OF_NO_ROWS = ("batch_norm", "group_norm")
 _EAGER = "aten."
+_DRAWS = re.compile(rf"compiled\.{DRAWS}_")
 
 _InOut = tuple[list[Tensor], list[Tensor]]
 
@@ -604,9 +608,19 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         element_bytes=widest.dtype.bits / 8 if row and widest else 2.0,
         library=op.name.partition(".")[0],
     )
+    if _DRAWS.match(op.name):
+        return _drawing(cost, max(t.numel for t in operands[1]), device)
     if _BOTH.match(op.name):
         return _slower(cost, BOTH_SLOWER, BOTH_SPREAD)
     return _slower(cost, COLUMNS_SLOWER, COLUMNS_SPREAD) if _COLUMNS.match(op.name) else cost
+
+
+def _drawing(cost: CostEstimate, elements: int, device: DeviceProfile) -> CostEstimate:
+    """The cost of a kernel that draws a random number for each element, while it moves memory."""
+    drawn = drawn_seconds(device.datasheet, elements)
+    if drawn <= float(cost.seconds):
+        return cost
+    return CostEstimate(drawn, float(np.hypot(cost.spread, DRAWN_SPREAD)), "analytical")
 
 
 def _scattered(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:

@@ -123,6 +123,10 @@ class Framework(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return {phase: slower * seconds for phase, seconds in (others | own).items()}
 
 
+_ON = "@"
+"""In a name, between a framework and the processor that its work is priced on."""
+
+
 class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a unit of a host's work takes, in seconds, on one processor.
 
@@ -172,8 +176,9 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def name(self) -> str:
-        """The name under which graphs have what they price."""
-        return f"{self.processor}{SCRIPT}"
+        """The name under which graphs have what they price: where it was measured, and whose code does it."""
+        whose = f"{self.framework}{_ON}" if self.framework else ""
+        return f"{whose}{self.processor}{SCRIPT}"
 
     def seconds(self, work: CountedWork) -> float:
         """What work takes on that processor, without the operators that compute."""
@@ -238,6 +243,16 @@ def load_units(framework: str = "") -> HostUnits:
         framework: whose code does the work; "": anyone's.
     """
     return msgspec.structs.replace(_read("host_work.toml", HostUnits), framework=framework)
+
+
+def told_by(name: str) -> tuple[HostUnits, str]:
+    """The units by which a graph's host work was priced, and the processor that it was priced on.
+
+    Args:
+        name: `HostUnits.name`.
+    """
+    framework, _, processor = name.removesuffix(SCRIPT).rpartition(_ON)
+    return load_units(framework), processor
 
 
 def slower(than: str, processor: str) -> float:

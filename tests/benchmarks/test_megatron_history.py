@@ -15,7 +15,7 @@ pytest.importorskip("yaml", reason="needs PyYAML, of the [dev] extra")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import megatron_page
-from benchmarks.megatron_history import CASES, Known, Measured, history
+from benchmarks.megatron_history import CASES, Known, Measured, history, of_github
 
 
 class Clone:
@@ -58,7 +58,7 @@ def test_measurements_of_the_same_arguments_in_order(clone: Clone) -> None:
     clone.commit("2026-01-05", "a", {"1": 9.0, "2": 0.2, "3": 0.3, "4": 0.4})
     clone.commit("2026-03-05", "a", {"1": 9.0, "2": 0.5, "3": 0.5})
     assert clone.known("a") == Known(
-        {"--timing-log-level": 0}, (Measured("2026-01-05", 0.3), Measured("2026-03-05", 0.5))
+        {"--timing-log-level": 0}, (Measured("2026-01-05", 0.3, 2.0), Measured("2026-03-05", 0.5))
     )
 
 
@@ -66,14 +66,14 @@ def test_arguments_are_those_of_the_measurement_and_not_of_today(clone: Clone) -
     clone.commit("2025-01-05", "a", {"1": 9.0, "2": 0.4, "3": 0.6}, timing_log_level=2)
     clone.commit("2025-11-05", "a", timing_log_level=0)
     clone.commit("2026-01-05", "a", {"2": 0.4, "3": 0.6})  # written otherwise, and measured before
-    assert clone.known("a") == Known({"--timing-log-level": 2}, (Measured("2025-01-05", 0.5),))
+    assert clone.known("a") == Known({"--timing-log-level": 2}, (Measured("2025-01-05", 0.5, 0.6 / 0.4),))
 
 
 def test_a_test_that_is_given_another_name_keeps_what_is_known(clone: Clone) -> None:
     clone.commit("2025-01-05", "old", {"1": 9.0, "2": 0.4, "3": 0.6}, timing_log_level=2)
     clone.git("mv", f"{CASES}/gpt/old", f"{CASES}/gpt/new")
     clone.commit("2026-01-05", "other", timing_log_level=0)
-    assert clone.known("new").runs == (Measured("2025-01-05", 0.5),)
+    assert clone.known("new").runs == (Measured("2025-01-05", 0.5, 0.6 / 0.4),)
 
 
 @pytest.mark.parametrize("times", [{"1": 9.0, "2": 0.4}, {"1": "nan"}, "no json", '{"loss": 1}', "[1]"])
@@ -84,7 +84,43 @@ def test_what_has_no_times_is_no_measurement(clone: Clone, times: Any) -> None:
 
 def test_lists_of_times_are_read(clone: Clone) -> None:
     clone.commit("2025-01-05", "a", [9.0, 0.4, 0.6], timing_log_level=2)
-    assert clone.known("a").runs == (Measured("2025-01-05", 0.5),)
+    assert clone.known("a").runs == (Measured("2025-01-05", 0.5, 0.6 / 0.4),)
+
+
+def test_times_of_another_machine_are_told_by_whose_tests_they_are_and_by_how_long_they_take() -> None:
+    runs = {"there": True, "here": False, "both": True}  # GitHub's CI runs it; NVIDIA's own runs all
+    times = {
+        "gpt/there/h100.json": [("own", Measured("2026-01-05", 1.0)), ("github", Measured("2026-05-05", 1.5))],
+        "gpt/both/h100.json": [
+            ("own", Measured("2026-01-05", 2.0)), ("alone", Measured("2026-02-05", 2.1)),
+            ("github", Measured("2026-05-05", 2.9)), ("year", Measured("2027-05-05", 9.0)),
+        ],
+        "gpt/here/h100.json": [("own", Measured("2026-01-05", 1.0)), ("slow", Measured("2026-06-05", 3.0))],
+        "gpt/unknown/h100.json": [("github", Measured("2026-05-05", 0.1))],
+    }  # fmt: skip
+    assert of_github(times, lambda _: runs) == {"github"}
+    assert of_github(times, lambda _: {}) == set()
+
+
+RECIPE = """
+products:
+  - test_case: [a]
+    products: [{environment: [dev], scope: [SCOPE], platforms: [dgx_h100]}]
+"""
+
+
+def test_recipes_say_which_ci_runs_a_test(clone: Clone) -> None:
+    recipes = clone.folder / "tests/test_utils/recipes/h100/gpt.yaml"
+    recipes.parent.mkdir(parents=True)
+    file = clone.folder / CASES / "gpt" / "a" / "golden_values_dev_dgx_h100.json"
+    file.parent.mkdir(parents=True)
+    for date, scope, seconds in (("2026-01-05", "nightly", 1.0), ("2026-05-05", "mr-github", 1.4)):
+        recipes.write_text(RECIPE.replace("SCOPE", scope))
+        file.write_text(json.dumps({"iteration-time": {"values": {"1": 9.0, "2": seconds, "3": seconds}}}))
+        clone.commit(date, "a", timing_log_level=0)
+    found = history(clone.folder, "main", lambda told: told.get("--timing-log-level"))
+    (known,) = (known for path, known in found.items() if path.endswith("h100.json"))
+    assert known.runs == (Measured("2026-01-05", 1.0), Measured("2026-05-05", 1.4, on_github=True))
 
 
 def test_the_page_tells_years_apart() -> None:

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import megatron_page, megatron_tests
 from benchmarks.accuracy import replace_part
+from benchmarks.megatron_history import Measured
 
 FIELDS = ("id", "source", "gpu", "platform", "iteration_s_median", "iteration_s_min", "iteration_s_p90",
           "mem_allocated_bytes", "mem_max_allocated_bytes", "env", "args", "gpus", "script", "kind")  # fmt: skip
@@ -132,6 +133,22 @@ def test_which_library_ran_attention(gpu: str, platform: str, date: str, argumen
     )
     row = {"gpu": gpu, "platform": platform, "runs": [(date, 1.0)]}
     assert megatron_tests._backend(test, row) == backend
+
+
+def test_what_another_machine_took_stands_apart() -> None:
+    line = {"gpu": "H100", "iteration_s_median": "1.4", "mem_allocated_bytes": "7", "mem_max_allocated_bytes": "9"}
+    own, other = Measured("2026-01-05", 1.0, 1.2), Measured("2026-05-05", 1.4, on_github=True)
+    assert list(megatron_tests._by_machine(line, [other, own])) == [{**line, "runs": [("2026-01-05", 1.0)]}]
+    here, there = megatron_tests._by_machine(line, [own, other])
+    assert (here["gpu"], here["iteration_s_median"], here["iteration_s_p90"], here["mem_allocated_bytes"]) == (
+        "H100", 1.0, 1.2, "7",
+    )  # fmt: skip
+    assert (there["gpu"], there["iteration_s_median"], there["mem_allocated_bytes"], there["runs"]) == (
+        megatron_tests.ON_AWS, "1.4", 0, [("2026-05-05", 1.4)],
+    )  # fmt: skip
+    (alone,) = megatron_tests._by_machine(line, [other])
+    assert (alone["gpu"], alone["mem_max_allocated_bytes"]) == (megatron_tests.ON_AWS, "9")
+    assert megatron_tests.ON_AWS in megatron_page.PLATFORMS
 
 
 def test_a_failed_simulation_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_random_numbers_of_a_dropout_are_drawn_within() -> None:
     (made,) = job.add("add", [dropped, residual], region)
     job.add("keep", [mask, made], None)
     fused = job.fused()
-    assert names(fused) == ["compiled.add", "aten.keep"]
+    assert names(fused) == ["compiled.dropout_add", "aten.keep"]
     assert len(fused.ops.outputs.row(0)) == 2, "the mask is written, what it was multiplied with is not"
 
 

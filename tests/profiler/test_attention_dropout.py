@@ -1,11 +1,13 @@
-"""Attention that drops scores: instructions of its random numbers, and what others measured of them."""
+"""Kernels that drop what they make: instructions of their random numbers, and what was measured of attention."""
 
 from __future__ import annotations
 
 import pytest
 
+from echograph.ir.types import Compute, DType, Phase, Tensor, TensorRole
 from echograph.profiler.costs import attention_backward, attention_forward, load_device
-from echograph.profiler.costs.dropout import BACKWARD, FORWARD, PER_CLOCK
+from echograph.profiler.costs.dropout import BACKWARD, FORWARD, PER_CLOCK, drawn_seconds
+from echograph.profiler.costs.estimate import cost_of
 
 SHAPE = {"batch": 4, "heads": 16, "seq": 8192, "head_dim": 128}
 
@@ -43,3 +45,20 @@ def test_an_order_holds_up_what_draws_numbers_as_well() -> None:
     }
     free, fixed = (times[True, order] - times[False, order] for order in (False, True))
     assert fixed > free > 0
+
+
+@pytest.mark.parametrize(("device", "drawing"), [("gb200", True), ("a100-sxm-40", False)])
+def test_a_compiled_kernel_moves_memory_while_it_draws(device: str, drawing: bool) -> None:
+    """Of 4 million elements: x, a residual, a result and a mask, 7 bytes each."""
+    elements, profile = 2**22, load_device(device)
+    made = Tensor(id=0, name="out", shape=(elements,), dtype=DType.BF16, role=TensorRole.ACTIVATION)
+
+    def seconds(name: str) -> float:
+        op = Compute(
+            id=0, name=name, phase=Phase.FORWARD, outputs=(0,), bytes_read=4 * elements, bytes_written=3 * elements
+        )
+        return float(cost_of(op, ([made, made], [made]), profile).seconds)
+
+    drawn, plain = drawn_seconds(profile.datasheet, elements), seconds("compiled.add")
+    assert seconds("compiled.dropout_add") == pytest.approx(max(drawn, plain))
+    assert (drawn > plain) is drawing

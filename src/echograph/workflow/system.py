@@ -211,14 +211,14 @@ class System:
             UnknownNameError: the graph's processor is in no table.
             UsageError: it is not known which processor the cluster's hosts have.
         """
-        from echograph.profiler.costs.host import load_processor, load_units, slower
+        from echograph.profiler.costs.host import load_processor, slower, told_by
 
         ops = graph.ops
         names = (ops.strings[device] for device in distinct(ops.duration_device).tolist())
         told = next((name for name in names if name.endswith(SCRIPT)), "")
         if not told:
             return None
-        units, measured_on = load_units(), told.removesuffix(SCRIPT)
+        units, measured_on = told_by(told)
         if self.profile is not None:
             in_place = to_ps(units.times_in_place * units.operator_s)
             besides = -to_ps(units.alone_s) if self.host.blocking else in_place

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from echograph.errors import UsageError
 from echograph.frontend.pytorch.call_nodes import is_getitem
-from echograph.frontend.scripts import ADAPTERS
+from echograph.frontend.scripts import ADAPTERS, host_work
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.host_work import WORK, HostWork, WorkCounter, compiled, wait_for_value
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
@@ -20,7 +21,7 @@ from echograph.frontend.scripts.world import World
 from echograph.ir.columns import NONE
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import OpKind
-from echograph.profiler.costs.host import load_units, slower
+from echograph.profiler.costs.host import load_units, slower, told_by
 from echograph.workflow import predict
 from echograph.workflow.system import System
 
@@ -310,6 +311,8 @@ def test_code_of_a_framework_takes_as_long_as_its_layers_in_place() -> None:
     assert ratio == pytest.approx(known.times_in_place / anyone.times_in_place)
     call = HostWork(stood_in=("Linear.forward",), batches=1, handed_over=2)  # measured as a whole
     assert known.seconds(call) == anyone.seconds(call)
+    assert told_by(known.name) == (known, known.processor)
+    assert told_by(anyone.name) == (anyone, anyone.processor)
     named = {adapter.host for adapter in (make() for make in ADAPTERS.values())} - {""}
     assert named == {"megatron-core"} <= anyone.in_place.keys()
 
@@ -320,3 +323,33 @@ def test_prices_add_up() -> None:
     parts: list[dict[str, Any]] = [{"instructions": 10}, {"modules": 1}, {"stood_in": ("Linear.forward",)}]
     assert units.seconds(several) == pytest.approx(sum(one(**part) for part in parts))
     assert several + several == HostWork(instructions=20, modules=2, stood_in=("Linear.forward",) * 2)
+
+
+def test_a_ring_of_attention_has_a_step_for_each_rank() -> None:
+    units = load_units()
+    of_two, of_four = (host_work._attending(ranks) for ranks in (2, 4))
+    assert units.stands_in.issuperset(of_four)
+    assert host_work._attending(1) == ("DotProductAttention fused",)
+    forward = [units.seconds(HostWork(stood_in=tuple(f"{n}.forward" for n in of))) for of in (of_two, of_four)]
+    assert units.stands_in.issuperset(host_work._attending(1, anew=True))
+    step = units.seconds(HostWork(stood_in=("DotProductAttention step of a ring.forward",)))
+    assert forward[1] - forward[0] == pytest.approx(2 * step)
+    assert forward[0] > 2 * units.seconds(HostWork(stood_in=("DotProductAttention fused.forward",)))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({}, ""),
+        ({"tp_size": 2, "parallel_mode": None}, ""),
+        ({"tp_size": 2, "parallel_mode": "row", "sequence_parallel": False}, " by rows"),
+        ({"tp_size": 4, "parallel_mode": "column", "sequence_parallel": True}, " by columns, sequences"),
+    ],
+)
+def test_products_that_ranks_divide_take_the_host_longer(given: dict[str, Any], name: str) -> None:
+    units = load_units()
+    assert host_work._divided(SimpleNamespace(**given)) == name
+    whole, divided = (
+        units.seconds(HostWork(stood_in=(f"Linear{of}.forward", f"Linear{of}.backward"))) for of in ("", name)
+    )
+    assert (divided > whole) == bool(name)
