@@ -505,7 +505,9 @@ class _NarrowProducts(StepWriter):
         )  # fmt: skip
 
 
-_FUSING = ("aten.mm", "aten._scaled_mm")
+_FUSING = ("aten.mm", "aten._scaled_mm", "aten._grouped_mm", "aten._scaled_grouped_mm")
+"""Products that can add to a buffer, as those of Transformer Engine do: of linear layers, and of GroupedLinear
+for all experts of a layer (fuse_wgrad_accumulation)."""
 _WIDE = t.DType.FP32
 
 
