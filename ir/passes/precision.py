@@ -710,7 +710,9 @@ class _MainGradients(StepWriter):
             op, name="aten.addmm_" if plain else op.name, bytes_read=op.bytes_read + nbytes, bytes_written=nbytes,
             durations=(),
         )  # fmt: skip
-        self.copy(product, inputs=[buffer, *inputs] if plain else [*inputs, buffer])
+        # A grouped product's last operand is the ends of its groups, and stays it.
+        at = 0 if plain else len(inputs) - ("_grouped" in op.name)
+        self.copy(product, inputs=[*inputs[:at], buffer, *inputs[at:]])
 
     def _add(self, op: t.Op, gradient: t.Tensor) -> None:
         """Adds a 16-bit gradient, which dies with that, to the buffer."""

@@ -487,7 +487,8 @@ def test_experts_weight_gradients_are_added_by_their_product(dtype: str | None) 
     assert len(products) == 2  # gate and up at once, and down
     experts = {graph.tensors[op.outputs[0]].shape for op in products}
     for op in products:
-        made, buffer = graph.tensors[op.outputs[0]], graph.tensors[op.inputs[-1]]
+        made, buffer, ends = (graph.tensors[i] for i in (op.outputs[0], *op.inputs[-2:]))
+        assert (ends.dtype, len(ends.shape)) == (DType.INT32, 1)
         assert (made.dtype, made.alias_of, made.role) == (DType.FP32, buffer.id, TensorRole.GRADIENT)
         assert op.bytes_written == made.nbytes
     added = [op for op in graph.ops if isinstance(op, Compute) and op.name == "aten.add_"]
