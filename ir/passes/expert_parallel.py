@@ -158,19 +158,20 @@ class Load:
 
 
 def grouped(site: OpSchema, experts: int) -> Choice:
-    """Rows times weights [experts, ...], or rows times rows to gradients of weights.
+    """Rows times weights [experts, ...], or rows times rows to gradients of weights (added to a buffer).
 
     Raises:
         PlanError: the operands have other dims.
     """
     ranks = tuple(len(shape) for shape in site.inputs[:2])
     share, rows = Away(Shard(0), experts, rows=False), Away(Shard(0), experts)
-    if ranks not in ((2, 3), (2, 2)) or len(site.inputs) != 3:
+    adds = ranks == (2, 2) and len(site.inputs) == 4 and site.inputs[2] == site.outputs[0]
+    if ranks not in ((2, 3), (2, 2)) or len(site.inputs) != 3 + adds:
         shapes = ", ".join(map(str, site.inputs))
         raise PlanError(f"aten.{site.name} of operands {shapes}: expert parallelism knows rows, weights and ends")
     if ranks == (2, 3):
         return Choice((rows, share, share), (rows,))
-    return Choice((rows.at(1), rows, share), (share,))
+    return Choice((rows.at(1), rows, *([share] * adds), share), (share,))
 
 
 def by_expert(site: OpSchema, places: tuple[ExpertPlacement, ...], experts: int) -> Choice | None:

@@ -505,7 +505,9 @@ class _NarrowProducts(StepWriter):
         )  # fmt: skip
 
 
-_FUSING = ("aten.mm", "aten._scaled_mm")
+_FUSING = ("aten.mm", "aten._scaled_mm", "aten._grouped_mm", "aten._scaled_grouped_mm")
+"""Products that can add to a buffer, as those of Transformer Engine do: of linear layers, and of GroupedLinear
+for all experts of a layer (fuse_wgrad_accumulation)."""
 _WIDE = t.DType.FP32
 
 
@@ -708,7 +710,9 @@ class _MainGradients(StepWriter):
             op, name="aten.addmm_" if plain else op.name, bytes_read=op.bytes_read + nbytes, bytes_written=nbytes,
             durations=(),
         )  # fmt: skip
-        self.copy(product, inputs=[buffer, *inputs] if plain else [*inputs, buffer])
+        # A grouped product's last operand is the ends of its groups, and stays it.
+        at = 0 if plain else len(inputs) - ("_grouped" in op.name)
+        self.copy(product, inputs=[*inputs[:at], buffer, *inputs[at:]])
 
     def _add(self, op: t.Op, gradient: t.Tensor) -> None:
         """Adds a 16-bit gradient, which dies with that, to the buffer."""

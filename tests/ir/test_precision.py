@@ -475,6 +475,26 @@ def test_fp8_products_add_to_main_gradients() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [None, "fp8"])
+def test_experts_weight_gradients_are_added_by_their_product(dtype: str | None) -> None:
+    """As Transformer Engine's GroupedLinear adds them: no kernel of its own reads a 16-bit gradient of experts."""
+    narrow = Precision(dtype=dtype, experts=dtype is not None)(captured("qwen3-30b-a3b", 1))
+    graph = Precision(grad_dtype="fp32")(narrow)
+    products = [
+        op for op in graph.ops
+        if isinstance(op, Compute) and "_grouped_mm" in op.name and len(graph.tensors[op.outputs[0]].shape) == 3
+    ]  # fmt: skip
+    assert len(products) == 2  # gate and up at once, and down
+    experts = {graph.tensors[op.outputs[0]].shape for op in products}
+    for op in products:
+        made, buffer, ends = (graph.tensors[i] for i in (op.outputs[0], *op.inputs[-2:]))
+        assert (ends.dtype, len(ends.shape)) == (DType.INT32, 1)
+        assert (made.dtype, made.alias_of, made.role) == (DType.FP32, buffer.id, TensorRole.GRADIENT)
+        assert op.bytes_written == made.nbytes
+    added = [op for op in graph.ops if isinstance(op, Compute) and op.name == "aten.add_"]
+    assert not [op for op in added if graph.tensors[op.outputs[0]].shape in experts]
+
+
 def test_tied_embeddings_are_summed_in_fp32() -> None:
     """GPT-2's embedding and head are one: a pipeline reduces the shares of its gradient, in their type."""
     graph = Precision(grad_dtype="fp32")(captured("gpt2"))
