@@ -37,6 +37,7 @@ from echograph.frontend.pytorch.known_values import real
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.host_work import WorkCounter
 from echograph.frontend.scripts.streams import CapturedStream
+from echograph.frontend.scripts.values import printed
 
 _COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 _GENERATOR = "random numbers are drawn from the GPU's generator; which they are does not change what runs"
@@ -422,6 +423,12 @@ LEFT_OUT: tuple[Patch, ...] = (
         where="megatron.training.training:checkpoint_and_decide_exit",
         reason="ranks agree on signals and times to end at, which only values tell; a capture ends after its step",
         around=lambda _: lambda *_, **__: False,
+        optional=True,
+    ),
+    Patch(
+        where="megatron.training.training:training_log",
+        reason="it leaves losses that are not above 0 out of a line that it prints, which only values tell",
+        around=printed,
         optional=True,
     ),
 )

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from echograph.frontend.scripts.adapter import replaced
+from echograph.frontend.scripts.adapter import patched, replaced
 
 _GPU = "_echograph_gpu"
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -141,6 +142,32 @@ def _fake_class(kind: type[nn.Parameter]) -> type[FakeTensor]:
     return type(kind.__name__, (FakeTensor, kind), {"__module__": kind.__module__})
 
 
+class _Shadow(int):
+    """A number that a script gave a tensor under a method's name (`bias.stride = 1`), which PyTorch still calls.
+
+    What computes with real tensors asks below Python; shape rules are in Python, and would find the number.
+    """
+
+    method: Any
+    of: Any
+
+    def __call__(self, *args: Any) -> Any:
+        return self.method(self.of(), *args)
+
+
+def _shadowed(plain: Any) -> Any:
+    def set_attribute(tensor: FakeTensor, name: str, value: Any) -> None:
+        if type(value) is int and name in _ASKED_BY_SHAPE_RULES:
+            value = _Shadow(value)
+            value.method, value.of = getattr(Tensor, name), ref(tensor)
+        plain(tensor, name, value)
+
+    return set_attribute
+
+
+_ASKED_BY_SHAPE_RULES = ("stride", "size", "dim", "numel")
+
+
 @contextmanager
 def answered(index: int) -> Iterator[None]:
     """In the context, tensors say where they are.
@@ -189,6 +216,7 @@ def answered(index: int) -> Iterator[None]:
         replaced(FakeTensor, "device", property(_device)),
         replaced(FakeTensor, "__torch_dispatch__", staticmethod(dispatch)),
         replaced(FakeTensor, "__new__", staticmethod(parameter)),
+        patched(FakeTensor, "__setattr__", _shadowed),
         replaced(DTensor, "device", local),
         replaced(nn.Parameter, "__new__", staticmethod(of_class)),
     ):
