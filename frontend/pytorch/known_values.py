@@ -143,7 +143,7 @@ def rewritten(tensors: Sequence[Tensor], given: Tensor, made: Tensor | None) -> 
         if not made.numel() or tensor.numel() % made.numel() or made.dtype != tensor.dtype:
             forget(tensor)
             continue
-        with _disable_current_modes():
+        with _disable_current_modes(), torch.no_grad():
             values = made.flatten().repeat(tensor.numel() // made.numel()).view(tensor.shape)
             if _with_values(tensor) is not _UNKNOWN:
                 values = getattr(tensor, _VALUES).copy_(values)
@@ -160,7 +160,7 @@ def rest_on_ranks(given: Any) -> bool:
 def copied(values: Tensor) -> Tensor:
     """Values in memory of their own, which what is written to the tensor that they are of does not change."""
     with _disable_current_modes():
-        return values.clone()
+        return values.detach().clone()
 
 
 def keep(tensor: Tensor, out: Tensor) -> None:

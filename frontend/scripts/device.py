@@ -322,7 +322,9 @@ class OnTheDevice(TorchFunctionMode):
         if known is not None:
             line = values.caller() if known_values.rest_on_ranks(args) else None
             if line is not None:
-                self._note(f"{line} reads what ranks told each other: all are taken to have told what this one did")
+                self._note(
+                    f"{line} reads what ranks told each other: all are taken to have told what this one did"
+                )
             return known[0]
         question = QUESTIONS.get(func)
         if question is not None and isinstance(args[0], FakeTensor):
