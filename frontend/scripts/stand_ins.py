@@ -224,12 +224,12 @@ def _kept(*sizes: int, like: Tensor) -> tuple[Tensor, None]:
     return like.new_empty(sizes, dtype=torch.float32), None
 
 
-def _packed(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _packed(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
     q, k, v = qkv.unbind(dim=-3)
     return flash_attention(q, k, v, *args, **kwargs)
 
 
-def _packed_keys(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _packed_keys(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
     k, v = kv.unbind(dim=-3)
     return flash_attention(q, k, v, *args, **kwargs)
 
@@ -500,7 +500,8 @@ def _efficient_attention(
             "xformers' attention with a bias that is no mask of blocks or of positions before is a kernel that is "
             "not known here: take PyTorch's scaled_dot_product_attention"
         )
-    return flash_attention(query, key, value, p, scale, causal)
+    out: Tensor = flash_attention(query, key, value, p, scale, causal)
+    return out
 
 
 def _scaled_index_add(

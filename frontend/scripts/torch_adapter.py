@@ -518,8 +518,8 @@ def _with_future(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _OF_HOOKS = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 _BUILT_IN = {
-    torch.distributed.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-    torch.distributed.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+    _C10D.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    _C10D.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
 }
 
 
