@@ -242,10 +242,12 @@ HOOKS = {
     "": [4 * 820],
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)": [2 * 820],
     "model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)": [2 * 820],
-    "model.register_comm_hook(powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)": [
-        4 * 20, 4 * 20, 4 * 40
+    "model.register_comm_hook(powerSGD_hook.PowerSGDState(None, 1, 2), powerSGD_hook.powerSGD_hook)": [
+        80,
+        80,
+        160,
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("hook", HOOKS)
