@@ -157,6 +157,14 @@ def rest_on_ranks(given: Any) -> bool:
     return isinstance(given, FakeTensor) and hasattr(given, _ALIKE)
 
 
+def told(tensor: Tensor) -> Tensor | None:
+    """A copy of what is known of a tensor, and be it by PyTorch alone (`torch.LongTensor([1])`); None: nothing is."""
+    values = real(tensor)
+    if values is tensor and not tensor.is_floating_point():
+        values = getattr(tensor, "constant", None)
+    return None if values is None or values is tensor else copied(values)
+
+
 def copied(values: Tensor) -> Tensor:
     """Values in memory of their own, which what is written to the tensor that they are of does not change."""
     with _disable_current_modes():

@@ -135,11 +135,10 @@ class World:
 
     def _tell_values(self, original: Any) -> Any:
         """A broadcast of values that the host knows: who tells keeps them, ranks that run later have them."""
-        from echograph.frontend.pytorch.known_values import copied, know, real
+        from echograph.frontend.pytorch.known_values import copied, know, told
 
         def broadcast(tensor: Any, src: int | None = None, group: Any = None, *args: Any, **given: Any) -> Any:
-            before = real(tensor)
-            known = None if before is tensor else copied(before)
+            known = told(tensor)
             work = original(tensor, src, group, *args, **given)
             first, call = self._call("values", src, group, given)
             if self.rank == first:
@@ -255,14 +254,13 @@ def _added_up(original: Any) -> Any:
     import torch.distributed as dist
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from echograph.frontend.pytorch.known_values import copied, real, rewritten
+    from echograph.frontend.pytorch.known_values import rewritten, told
 
     kinds = dist.ReduceOp
     same = (kinds.AVG, kinds.MAX, kinds.MIN, kinds.BAND, kinds.BOR)
 
     def all_reduce(tensor: Any, op: Any = kinds.SUM, group: Any = None, async_op: bool = False) -> Any:
-        before = real(tensor)
-        made = None if before is tensor or (op != kinds.SUM and op not in same) else copied(before)
+        made = told(tensor) if op == kinds.SUM or op in same else None
         if made is not None and op == kinds.SUM:
             with _disable_current_modes():
                 made *= dist.get_world_size(group)
@@ -274,13 +272,12 @@ def _added_up(original: Any) -> Any:
 
 def _gathered(original: Any) -> Any:
     """`all_gather`, into a list or one tensor, of values that the host knows: ranks are taken to have the same."""
-    from echograph.frontend.pytorch.known_values import copied, real, rewritten
+    from echograph.frontend.pytorch.known_values import rewritten, told
 
     def gather(*args: Any, **kwargs: Any) -> Any:
         # The functions name their arguments in different ways, in this order.
         output, given = (*args, *kwargs.values())[:2]
-        before = real(given)
-        made = None if before is given else copied(before)
+        made = told(given)
         with rewritten(output if isinstance(output, list) else [output], given, made):
             return original(*args, **kwargs)
 

@@ -176,6 +176,9 @@ def test_what_ranks_add_up_is_taken_to_be_alike(of: str) -> None:
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     assert count[1].item() == 10
     assert rest_on_ranks(part if of == "view" else count)
+    flag = torch.ByteTensor([1]).to("cuda")
+    dist.all_reduce(flag)
+    assert flag.item() == 2
 
 
 def test_what_ranks_gather_is_taken_to_be_alike() -> None:
