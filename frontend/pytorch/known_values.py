@@ -158,7 +158,7 @@ def rest_on_ranks(given: Any) -> bool:
 
 
 def told(tensor: Tensor) -> Tensor | None:
-    """A copy of what is known of a tensor, and be it by PyTorch alone (`torch.LongTensor([1])`); None: nothing is."""
+    """A copy of what is known of a tensor, by PyTorch alone too (`torch.LongTensor([1])`); None: nothing is."""
     values = real(tensor)
     if values is tensor and not tensor.is_floating_point():
         values = getattr(tensor, "constant", None)
@@ -340,6 +340,11 @@ def _positions(index: Any) -> Any:
         else:
             made.append(part)
     return tuple(made) if isinstance(index, tuple) or len(made) != 1 else made[0]
+
+
+def placed(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of `tensor[index] = value`, known masks as positions, of which its gradient has the length."""
+    return (args[0], _positions(args[1]), args[2])
 
 
 def _number(given: Any) -> Any:

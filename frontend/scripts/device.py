@@ -346,6 +346,8 @@ class OnTheDevice(TorchFunctionMode):
             return False
         if kwargs.get("pin_memory"):
             kwargs = kwargs | {"pin_memory": False}
+        if func is Tensor.__setitem__ and isinstance(args[2], Tensor) and args[2].requires_grad:
+            args = known_values.placed(args)
         if func is torch.tensor and args and isinstance(args[0], list | tuple):
             args = (known_values.plain(args[0]), *args[1:])
         if func is Tensor.type and len(args) > 1 and args[1] in OLD_TYPES.values():
