@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from echograph.errors import CaptureError
-from echograph.frontend.pytorch.capture import fake_mode
+from echograph.frontend.pytorch.capture import fake_mode, plain_attention_masks
 from echograph.frontend.pytorch.known_values import MOST_INTEGERS, rest_on_ranks
 from echograph.frontend.scripts import device, values
 from echograph.frontend.scripts.world import World
@@ -205,6 +205,23 @@ def test_a_method_whose_name_a_script_gives_a_number_still_answers() -> None:
     assert bias.stride == 1  # type: ignore[comparison-overlap]
     with torch.no_grad():
         assert bias.zero_().stride() == (2, 1)
+
+
+def test_transformers_looks_at_a_mask_that_is_known() -> None:
+    masking = pytest.importorskip("transformers.masking_utils")
+    with plain_attention_masks():
+        assert not masking.is_tracing(torch.ones(2, 16, dtype=torch.int64, device="cuda"))
+        assert masking.is_tracing(torch.randn(2, 16).cuda() > 0)
+    assert masking.is_tracing(torch.ones(2, 16, dtype=torch.int64, device="cuda"))
+
+
+def test_a_value_that_is_put_where_a_known_mask_is_true_has_a_gradient() -> None:
+    mask = torch.tensor([True, False, True]).cuda()
+    value, whole = torch.randn(2, 4, device="cuda", requires_grad=True), torch.zeros(3, 4, device="cuda")
+    whole[mask] = value
+    whole.sum().backward()
+    assert value.grad is not None
+    assert value.grad.shape == (2, 4)
 
 
 ASKED = {
