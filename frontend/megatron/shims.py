@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset
@@ -37,8 +36,8 @@ from echograph.frontend.pytorch.known_values import real
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.host_work import WorkCounter
 from echograph.frontend.scripts.streams import CapturedStream
+from echograph.frontend.scripts.values import printed
 
-_COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 _GENERATOR = "random numbers are drawn from the GPU's generator; which they are does not change what runs"
 
 
@@ -50,21 +49,8 @@ def shimmed() -> Iterator[None]:
         CaptureError: this megatron-core does not have what a shim stands in for.
     """
     # What megatron-core has compiled would be kernels of this machine's compiler: its operators run one by one.
-    with standing_in(), in_place(SHIMS), _coalesced(), torch.compiler.set_stance("force_eager"):
+    with standing_in(), in_place(SHIMS), torch.compiler.set_stance("force_eager"):
         yield
-
-
-@contextmanager
-def _coalesced() -> Iterator[None]:
-    """In the context, PyTorch has shape rules for collectives of several buckets at once; it lacks them."""
-    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    for name in _COALESCED:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
-            library.impl(name, lambda *_, **__: FakeWork().boxed(), "Meta")  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        library._destroy()  # type: ignore[no-untyped-call]
 
 
 def _norm(config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:
@@ -422,6 +408,12 @@ LEFT_OUT: tuple[Patch, ...] = (
         where="megatron.training.training:checkpoint_and_decide_exit",
         reason="ranks agree on signals and times to end at, which only values tell; a capture ends after its step",
         around=lambda _: lambda *_, **__: False,
+        optional=True,
+    ),
+    Patch(
+        where="megatron.training.training:training_log",
+        reason="it leaves losses that are not above 0 out of a line that it prints, which only values tell",
+        around=printed,
         optional=True,
     ),
 )

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map_only
 from echograph.errors import CaptureError, EchoError
 from echograph.frontend.pytorch.annotate import check_annotations
 from echograph.frontend.pytorch.device_ops import cpu_operators, cuda_operators
-from echograph.frontend.pytorch.known_values import knowing_values
+from echograph.frontend.pytorch.known_values import is_known, knowing_values
 from echograph.frontend.pytorch.recorder import OperatorRecorder
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.frontend.pytorch.step import Inputs, LossFunction, TrainingStep
@@ -188,7 +188,8 @@ def plain_attention_masks() -> Iterator[None]:
     """Lets Hugging Face models drop attention masks that say nothing, as they do in training.
 
     Where they see fake tensors or an export, they assume packed sequences and masks that vary, because they
-    cannot look at the values; the mask they build then keeps causal attention off the flash kernel.
+    cannot look at the values; the mask they build then keeps causal attention off the flash kernel. A mask whose
+    values are known is looked at.
     """
     replaced = {"find_packed_sequence_indices": lambda *_: None, "is_torchdynamo_exporting": lambda: False}
     originals: dict[str, Any] = {}
@@ -197,6 +198,9 @@ def plain_attention_masks() -> Iterator[None]:
         originals.update({name: getattr(masking, name) for name in replaced if hasattr(masking, name)})
         for name in originals:
             setattr(masking, name, replaced[name])
+        if hasattr(masking, "is_tracing"):
+            originals["is_tracing"] = plain = masking.is_tracing
+            vars(masking)["is_tracing"] = lambda given=None: not _has_values(given) and plain(given)
 
     later = _WhenImported(_MASKING, replace_in)
     if (masking := sys.modules.get(_MASKING)) is not None:
@@ -211,6 +215,10 @@ def plain_attention_masks() -> Iterator[None]:
         if (masking := sys.modules.get(_MASKING)) is not None:
             for name, original in originals.items():
                 setattr(masking, name, original)
+
+
+def _has_values(given: Any) -> bool:
+    return isinstance(given, FakeTensor) and is_known(given)
 
 
 _MASKING = "transformers.masking_utils"

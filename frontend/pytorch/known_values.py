@@ -8,7 +8,7 @@ depends on values, it is that of the known ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -27,7 +27,7 @@ MOST_INTEGERS = 1 << 20
 MOST_NUMBERS = 1 << 12
 _VALUES = "_echograph_values"
 _UNKNOWN = object()
-_EVEN = "_echograph_even"
+_ALIKE = "_echograph_alike"
 _COUNTING = (torch.histc, Tensor.histc, torch.bincount, Tensor.bincount)
 _EXCHANGES = ("_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor")
 _WRITING = ("__set__", "__setitem__")
@@ -37,6 +37,8 @@ _MADE = (
     torch.tensor, torch.as_tensor, torch.arange, torch.linspace, torch.zeros, torch.ones,
     torch.full, torch.eye, torch.rand, torch.randint, torch.randperm, torch.tril_indices, torch.triu_indices,
 )  # fmt: skip
+# Of these, what the GPU draws is not known, as what a model draws is not.
+_DRAWN = (torch.rand, torch.randint, torch.randperm)
 # The same, as large as another tensor, whose own values do not come into it.
 _MADE_LIKE = (
     torch.zeros_like, torch.ones_like, torch.full_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
@@ -96,20 +98,77 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     for tensor, value in zip(made, [values] if isinstance(values, Tensor) else values or (), strict=False):
         if isinstance(tensor, FakeTensor) and isinstance(value, Tensor) and tensor.shape == value.shape:
             setattr(tensor, _VALUES, value)
-            if any(hasattr(argument, _EVEN) for argument in args):
-                setattr(tensor, _EVEN, True)
+            if rest_on_ranks(args):
+                setattr(tensor, _ALIKE, True)
 
 
-def know(tensor: FakeTensor, values: Tensor) -> None:
-    """Gives a tensor the values that it has, if it is small."""
+def follow_made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """The same of what is made on the GPU: of settings alone, or like a tensor."""
+    if func in _MADE_LIKE or (func in _MADE and func not in _DRAWN):
+        follow(func, args, kwargs, out)
+
+
+def know(tensor: FakeTensor, values: Tensor, *, alike: bool = False) -> None:
+    """Gives a tensor the values that it has, if it is small.
+
+    Args:
+        tensor: whose.
+        values: of its shape and type.
+        alike: whether they are so only if all ranks gave what this one did.
+    """
     if _is_small(tensor):
         setattr(tensor, _VALUES, values)
+        if alike:
+            setattr(tensor, _ALIKE, True)
+
+
+@contextmanager
+def rewritten(tensors: Sequence[Tensor], given: Tensor, made: Tensor | None) -> Iterator[None]:
+    """In the context, what others write to tensors is known: they hold it after, and so do their views.
+
+    Args:
+        tensors: that are written.
+        given: that is read, and stays as it is.
+        made: what each of them holds then, repeated to its size; None: nobody knows.
+    """
+    if made is None:
+        yield
+        return
+    held = [(tensor, tensor.__dict__.pop(_VALUES, None)) for tensor in (*tensors, given)]
+    yield
+    for tensor, values in reversed(held):
+        if values is not None:
+            setattr(tensor, _VALUES, values)
+    for tensor in tensors:
+        if not made.numel() or tensor.numel() % made.numel() or made.dtype != tensor.dtype:
+            forget(tensor)
+            continue
+        with _disable_current_modes(), torch.no_grad():
+            values = made.flatten().repeat(tensor.numel() // made.numel()).view(tensor.shape)
+            if _with_values(tensor) is not _UNKNOWN:
+                values = getattr(tensor, _VALUES).copy_(values)
+        know(tensor, values, alike=True)  # type: ignore[arg-type]
+
+
+def rest_on_ranks(given: Any) -> bool:
+    """Whether known values of a tensor, or of one of several, are so only if ranks are alike."""
+    if isinstance(given, tuple | list):
+        return any(map(rest_on_ranks, given))
+    return isinstance(given, FakeTensor) and hasattr(given, _ALIKE)
+
+
+def told(tensor: Tensor) -> Tensor | None:
+    """A copy of what is known of a tensor, by PyTorch alone too (`torch.LongTensor([1])`); None: nothing is."""
+    values = real(tensor)
+    if values is tensor and not tensor.is_floating_point():
+        values = getattr(tensor, "constant", None)
+    return None if values is None or values is tensor else copied(values)
 
 
 def copied(values: Tensor) -> Tensor:
     """Values in memory of their own, which what is written to the tensor that they are of does not change."""
     with _disable_current_modes():
-        return values.clone()
+        return values.detach().clone()
 
 
 def keep(tensor: Tensor, out: Tensor) -> None:
@@ -148,13 +207,13 @@ def _count_evenly(counted: FakeTensor, out: Any) -> None:
         with _disable_current_modes():
             setattr(out, _VALUES, torch.full(out.shape, each, dtype=out.dtype))
             getattr(out, _VALUES)[:more] += 1
-        setattr(out, _EVEN, True)
+        setattr(out, _ALIKE, True)
 
 
 def exchanged(func: Any, args: tuple[Any, ...], out: Any) -> None:
     """Gives what ranks exchange of even counts, or wait for, the values that it has: ranks have the same."""
     name = func._schema.name
-    if name not in _EXCHANGES or not isinstance(out, FakeTensor) or not hasattr(args[0], _EVEN):
+    if name not in _EXCHANGES or not isinstance(out, FakeTensor) or not hasattr(args[0], _ALIKE):
         return
     from torch.distributed import distributed_c10d
 
@@ -165,15 +224,19 @@ def exchanged(func: Any, args: tuple[Any, ...], out: Any) -> None:
             mine = mine.view(group.size(), -1)[group.rank()].repeat(group.size())
         if out.shape == mine.shape:
             setattr(out, _VALUES, mine.clone())
-            setattr(out, _EVEN, True)
+            setattr(out, _ALIKE, True)
 
 
 def forget(tensor: Any) -> None:
     """What lies in the memory of a tensor, or of several, is no longer known, for views neither."""
     for one in tensor if isinstance(tensor, list | tuple) else (tensor,):
+        constant = getattr(one, "constant", None)
+        if constant is not None:  # what PyTorch itself keeps of a small tensor, and of its views
+            one.fake_mode.fake_tensor_converter.invalidate_constant_aliases(constant)
         values = getattr(one, _VALUES, None)
         if values is not None:
             delattr(one, _VALUES)
+            one.__dict__.pop(_ALIKE, None)
             with suppress(RuntimeError):  # memory of NumPy's stays as it is
                 values.untyped_storage().resize_(0)
 
@@ -277,6 +340,11 @@ def _positions(index: Any) -> Any:
         else:
             made.append(part)
     return tuple(made) if isinstance(index, tuple) or len(made) != 1 else made[0]
+
+
+def placed(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of `tensor[index] = value`, known masks as positions, of which its gradient has the length."""
+    return (args[0], _positions(args[1]), args[2])
 
 
 def _number(given: Any) -> Any:

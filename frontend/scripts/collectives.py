@@ -7,12 +7,14 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 
 from echograph.errors import CaptureError
 from echograph.ir.comms.operations import OPERATIONS, kind_of
@@ -21,8 +23,22 @@ from echograph.ir.types import CollectiveKind
 MESSAGES = ("send", "recv")
 NAMESPACES = ("c10d", "_c10d_functional")
 WAIT = "wait_tensor"
+_COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 # Operators of `_c10d_functional` that write what they are given; the others make new tensors.
 _IN_PLACE = ("all_reduce_", "all_reduce_coalesced_", "broadcast_")
+
+
+@contextmanager
+def coalesced() -> Iterator[None]:
+    """In the context, PyTorch has shape rules for collectives of several buckets at once; it lacks them."""
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for name in _COALESCED:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
+            library.impl(name, lambda *_, **__: FakeWork().boxed(), "Meta")  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -320,6 +320,11 @@ class OnTheDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         known = known_values.read(func, args, kwargs)
         if known is not None:
+            line = values.caller() if known_values.rest_on_ranks(args) else None
+            if line is not None:
+                self._note(
+                    f"{line} reads what ranks told each other: all are taken to have told what this one did"
+                )
             return known[0]
         question = QUESTIONS.get(func)
         if question is not None and isinstance(args[0], FakeTensor):
@@ -341,6 +346,8 @@ class OnTheDevice(TorchFunctionMode):
             return False
         if kwargs.get("pin_memory"):
             kwargs = kwargs | {"pin_memory": False}
+        if func is Tensor.__setitem__ and isinstance(args[2], Tensor) and args[2].requires_grad:
+            args = known_values.placed(args)
         if func is torch.tensor and args and isinstance(args[0], list | tuple):
             args = (known_values.plain(args[0]), *args[1:])
         if func is Tensor.type and len(args) > 1 and args[1] in OLD_TYPES.values():
@@ -359,7 +366,9 @@ class OnTheDevice(TorchFunctionMode):
         if isinstance(kwargs.get("device"), str | torch.device) and str(kwargs["device"]).startswith("cpu:"):
             kwargs = kwargs | {"device": _CPU}
         if "device" in kwargs and is_gpu(kwargs["device"]):
-            made = self._on_gpu(func, args, kwargs | {"device": _CPU})
+            kwargs = kwargs | {"device": _CPU}
+            made = self._on_gpu(func, args, kwargs)
+            known_values.follow_made(func, args, kwargs, made)
             return moved(args[0], made, True) if args and made is args[0] else _marked(made)
         try:
             out = self._run(func, args, kwargs)
@@ -534,7 +543,7 @@ def present(world: World, note: NoteTaker = lambda _: None, counter: HostCounter
         enter(_recomputed_alike())
         for owner in (torch.autograd, torch.autograd.graph):
             enter(patched(owner, "_engine_run_backward", lambda f: _again(make, f)))
-        enter(deciding(world.decided))
+        enter(deciding(world.decided, note))
         enter(places.answered(world.local_rank))
         with make():
             yield

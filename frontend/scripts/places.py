@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from echograph.frontend.scripts.adapter import replaced
+from echograph.frontend.scripts.adapter import patched, replaced
 
 _GPU = "_echograph_gpu"
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -141,6 +143,79 @@ def _fake_class(kind: type[nn.Parameter]) -> type[FakeTensor]:
     return type(kind.__name__, (FakeTensor, kind), {"__module__": kind.__module__})
 
 
+@dataclass(frozen=True, slots=True)
+class _PartOfStorage:
+    """Bytes of the memory of a fake tensor, which a script cut out of it to put other tensors there.
+
+    Attributes:
+        whole: memory of the fake tensor.
+        start: its first byte there.
+        stop: the one behind its last.
+    """
+
+    whole: torch.UntypedStorage
+    start: int
+    stop: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where scripts make such tensors."""
+        return _Place.gpu
+
+    def size(self) -> int:
+        """Bytes."""
+        return self.stop - self.start
+
+    __len__ = nbytes = size
+
+
+def _put(plain: Any) -> Any:
+    def put(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        part = kwargs.get("source", args[0] if args else None)
+        if not isinstance(part, _PartOfStorage):
+            return plain(tensor, *args, **kwargs)
+        each = tensor.element_size()
+        return plain(tensor, part.whole, part.start // each, (part.size() // each,), (1,))
+
+    return put
+
+
+def _cut(plain: Any) -> Any:
+    def get(storage: torch.UntypedStorage, at: Any) -> Any:
+        if isinstance(at, slice) and storage.device == _META:
+            start, stop, _ = at.indices(storage.nbytes())
+            return _PartOfStorage(storage, start, stop)
+        return plain(storage, at)
+
+    return get
+
+
+class _Shadow(int):
+    """A number that a script gave a tensor under a method's name (`bias.stride = 1`), which PyTorch still calls.
+
+    What computes with real tensors asks below Python; shape rules are in Python, and would find the number.
+    """
+
+    method: Any
+    of: Any
+
+    def __call__(self, *args: Any) -> Any:
+        return self.method(self.of(), *args)
+
+
+def _shadowed(plain: Any) -> Any:
+    def set_attribute(tensor: FakeTensor, name: str, value: Any) -> None:
+        if type(value) is int and name in _ASKED_BY_SHAPE_RULES:
+            value = _Shadow(value)
+            value.method, value.of = getattr(Tensor, name), ref(tensor)
+        plain(tensor, name, value)
+
+    return set_attribute
+
+
+_ASKED_BY_SHAPE_RULES = ("stride", "size", "dim", "numel")
+
+
 @contextmanager
 def answered(index: int) -> Iterator[None]:
     """In the context, tensors say where they are.
@@ -189,6 +264,9 @@ def answered(index: int) -> Iterator[None]:
         replaced(FakeTensor, "device", property(_device)),
         replaced(FakeTensor, "__torch_dispatch__", staticmethod(dispatch)),
         replaced(FakeTensor, "__new__", staticmethod(parameter)),
+        patched(FakeTensor, "__setattr__", _shadowed),
+        patched(torch.UntypedStorage, "__getitem__", _cut),
+        patched(Tensor, "set_", _put),
         replaced(DTensor, "device", local),
         replaced(nn.Parameter, "__new__", staticmethod(of_class)),
     ):

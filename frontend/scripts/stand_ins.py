@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.known_values import is_known
@@ -124,8 +125,13 @@ class _Name(type):
             raise AttributeError(name)
         return _Name(name, (), {})
 
-    def __call__(cls, *given: Any, **__: Any) -> Any:
-        """As a decorator it leaves what it is given; what a script derives from it is not known."""
+    def __call__(cls, *given: Any, **named: Any) -> Any:
+        """As a decorator it leaves what it is given; what a script derives from it, or computes, is not known."""
+        if any(isinstance(value, Tensor) for value in tree_leaves((given, named))):
+            raise CaptureError(
+                f"{cls.__name__} of {cls.__module__}, whose package is not installed, is none of what stands in "
+                "for it: choose PyTorch's own operators, or install the package"
+            )
         if isinstance(cls.__base__, _Name):
             raise CaptureError(
                 f"{cls.__name__} derives from {cls.__base__.__name__}, whose package is not installed and of "
@@ -176,7 +182,7 @@ def flash_attention(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     **_: Any,
-) -> Tensor:
+) -> Any:
     """`flash_attn_func` of FlashAttention 2 and 3: PyTorch's fused kernel, which is the same.
 
     Args:
@@ -190,14 +196,14 @@ def flash_attention(
         softcap: bound of the scores; 0 is none.
         alibi_slopes: biases of the scores.
         deterministic: whether gradients are added up in one order.
-        return_attn_probs: whether the scores are asked for.
+        return_attn_probs: whether what the kernel keeps for its backward pass is asked for: logarithms of sums,
+            and scores, of which there are none without dropout.
     """
     if window_size[0] >= k.shape[1]:
         window_size = (-1, -1)
-    if tuple(window_size) not in ((-1, -1), (-1, 0)) or softcap or alibi_slopes is not None or return_attn_probs:
+    if tuple(window_size) not in ((-1, -1), (-1, 0)) or softcap or alibi_slopes is not None:
         raise CaptureError(
-            "flash_attn with a window, a cap, ALiBi's slopes or its scores returned is no kernel of PyTorch's: "
-            "leave these out"
+            "flash_attn with a window, a cap or ALiBi's slopes is no kernel of PyTorch's: leave these out"
         )
     query, key, value = (part.transpose(1, 2) for part in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(
@@ -209,23 +215,29 @@ def flash_attention(
         scale=softmax_scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
-    return out.transpose(1, 2)
+    out = out.transpose(1, 2)
+    return (out, *_kept(q.shape[0], q.shape[2], q.shape[1], like=q)) if return_attn_probs else out
 
 
-def _packed(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _kept(*sizes: int, like: Tensor) -> tuple[Tensor, None]:
+    """Logarithms of sums of scores, and scores, of which there are none."""
+    return like.new_empty(sizes, dtype=torch.float32), None
+
+
+def _packed(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
     q, k, v = qkv.unbind(dim=-3)
     return flash_attention(q, k, v, *args, **kwargs)
 
 
-def _packed_keys(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _packed_keys(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
     k, v = kv.unbind(dim=-3)
     return flash_attention(q, k, v, *args, **kwargs)
 
 
-def _not_packed(*_: Any, **__: Any) -> None:
+def _cached(*_: Any, **__: Any) -> None:
     raise CaptureError(
-        "flash_attn with a cache of keys, or sequences packed in one tensor, is no kernel of training that is "
-        "known here: take flash_attn_func, flash_attn_varlen_func or PyTorch's scaled_dot_product_attention"
+        "flash_attn with a cache of keys is no kernel of training that is known here: take flash_attn_func, "
+        "flash_attn_varlen_func or PyTorch's scaled_dot_product_attention"
     )
 
 
@@ -262,8 +274,8 @@ def attention_of_several(
 
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0, *args: Any, **kwargs: Any,
-) -> Tensor:  # fmt: skip
+    max_seqlen_k: int = 0, *args: Any, return_attn_probs: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
     """`flash_attn_varlen_func`, where the host knows the bounds of the sequences."""
     del max_seqlen_q, max_seqlen_k
     if not (is_known(cu_seqlens_q) and is_known(cu_seqlens_k)):
@@ -274,7 +286,8 @@ def _varlen(
     lengths, keys = (
         [end - begin for begin, end in pairwise(bounds.tolist())] for bounds in (cu_seqlens_q, cu_seqlens_k)
     )
-    return attention_of_several(q, k, v, lengths, keys, *args, **kwargs)
+    out = attention_of_several(q, k, v, lengths, keys, *args, **kwargs)
+    return (out, *_kept(q.shape[1], q.shape[0], like=q)) if return_attn_probs else out
 
 
 class _Rotated(torch.autograd.Function):
@@ -365,19 +378,25 @@ def _layer_norm(
 
 
 def _flash_attn(note: NoteTaker) -> list[ModuleType]:
-    def attention(*args: Any, **kwargs: Any) -> Tensor:
+    def attention(*args: Any, **kwargs: Any) -> Any:
         note("flash_attn is not installed: its attention is PyTorch's flash attention, the same kernel")
         return flash_attention(*args, **kwargs)
 
-    def several(*args: Any, **kwargs: Any) -> Tensor:
+    def several(*args: Any, **kwargs: Any) -> Any:
         note(f"flash_attn is not installed: {_RUNS}")
         return _varlen(*args, **kwargs)
+
+    def several_packed(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any) -> Any:
+        return several(*qkv.unbind(dim=1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
+
+    def several_packed_keys(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return several(q, *kv.unbind(dim=1), *args, **kwargs)
 
     functions = {
         "flash_attn_func": attention, "flash_attn_qkvpacked_func": _packed,
         "flash_attn_kvpacked_func": _packed_keys,
-        "flash_attn_varlen_func": several, "flash_attn_varlen_qkvpacked_func": _not_packed,
-        "flash_attn_varlen_kvpacked_func": _not_packed, "flash_attn_with_kvcache": _not_packed,
+        "flash_attn_varlen_func": several, "flash_attn_varlen_qkvpacked_func": several_packed,
+        "flash_attn_varlen_kvpacked_func": several_packed_keys, "flash_attn_with_kvcache": _cached,
     }  # fmt: skip
     name = "flash_attn"
     interface = _module(f"{name}.flash_attn_interface", **functions)
@@ -386,13 +405,19 @@ def _flash_attn(note: NoteTaker) -> list[ModuleType]:
         RotaryEmbedding=_RotaryEmbedding,
     )  # fmt: skip
     layers = _module(f"{name}.layers", rotary=rotary)
+    modules_of = f"{name}.modules.mha"
+    mha = _module(modules_of, **functions, __getattr__=partial(_name_in, modules_of))
+    modules = _module(f"{name}.modules", mha=mha, __getattr__=partial(_name_in, f"{name}.modules"))
     norm = _module(f"{name}.ops.triton.layer_norm", layer_norm_fn=_layer_norm, RMSNorm=_RmsNorm)
     triton = _module(f"{name}.ops.triton", layer_norm=norm)
     rms = _module(f"{name}.ops.rms_norm", RMSNorm=_RmsNorm)
     ops = _module(f"{name}.ops", triton=triton, rms_norm=rms)
-    whole = _module(name, __version__="2.8.3", flash_attn_interface=interface, layers=layers, ops=ops, **functions)
+    whole = _module(
+        name, __version__="2.8.3", flash_attn_interface=interface, layers=layers, ops=ops, modules=modules,
+        **functions,
+    )  # fmt: skip
     third = _module("flash_attn_interface", flash_attn_func=attention, flash_attn_varlen_func=several)
-    return [whole, interface, layers, rotary, ops, triton, norm, rms, third]
+    return [whole, interface, layers, rotary, ops, triton, norm, rms, modules, mha, third]
 
 
 # -- xFormers ------------------------------------------------------------------------------------------------
@@ -475,7 +500,8 @@ def _efficient_attention(
             "xformers' attention with a bias that is no mask of blocks or of positions before is a kernel that is "
             "not known here: take PyTorch's scaled_dot_product_attention"
         )
-    return flash_attention(query, key, value, p, scale, causal)
+    out: Tensor = flash_attention(query, key, value, p, scale, causal)
+    return out
 
 
 def _scaled_index_add(

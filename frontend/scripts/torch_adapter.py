@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -32,6 +33,7 @@ from echograph.frontend.pytorch.known_values import given, real
 from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.checks import one_rank
+from echograph.frontend.scripts.collectives import coalesced
 from echograph.frontend.scripts.host_work import compiled
 from echograph.frontend.scripts.places import mark, put_there
 from echograph.frontend.scripts.recorder import ScriptRecorder
@@ -166,9 +168,12 @@ class TorchAdapter(Adapter):
         recorder.stack, recorder.gpus = self.stack, world.gpus
         # Threads of its own find no GPU: Transformers is asked to load weights in this one.
         os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+        # Weights & Biases would be asked for a key, and told of losses that nobody has.
+        os.environ.setdefault("WANDB_MODE", "disabled")
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(device.present(world, recorder.note, recorder.counter))
+            enter(coalesced())
             # It draws until all values are within bounds, which without values is for ever.
             enter(patched(torch.nn.init, "_no_grad_trunc_normal_", lambda _: lambda tensor, *_, **__: tensor))
             saved = Saved(recorder.note)
@@ -430,7 +435,7 @@ def _replicate(recorder: ScriptRecorder, world: World, original: Callable[..., A
     """DDP on fake tensors.
 
     Ranks need not agree on what they have alike. Its C++ reducer cannot take a fake collective's future, so a hook
-    in Python all-reduces each bucket when it is full, as the reducer does.
+    in Python all-reduces each bucket when it is full, as the reducer does, or calls the script's own hook.
     """
 
     def init(ddp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -440,7 +445,18 @@ def _replicate(recorder: ScriptRecorder, world: World, original: Callable[..., A
         with unset_fake_temporarily():
             original(ddp, module, **given)
         recorder.warn(one_rank(type(ddp).__name__, ddp.process_group, world, line_of_script()))
-        ddp.register_comm_hook(None, _all_reduce_hook(recorder, ddp.process_group))
+        register = ddp.register_comm_hook
+        hooks: list[tuple[Any, Any]] = []
+        register(None, _bucket_hook(recorder, ddp.process_group, hooks))
+
+        def registered(state: Any, hook: Any) -> None:
+            ddp._check_comm_hook(hook)
+            if hooks:
+                raise RuntimeError("register_comm_hook can only be called once")
+            hooks.append((state, hook))
+
+        ddp.register_comm_hook = registered
+        ddp._register_builtin_comm_hook = lambda kind: registered(None, _BUILT_IN[kind])
 
     return init
 
@@ -475,13 +491,59 @@ def _of_full_batches(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _all_reduce_hook(recorder: ScriptRecorder, group: Any) -> Callable[..., Any]:
+class _Done:
+    """The work of a collective, whose future has the tensors that it wrote: a fake one's has none."""
+
+    def __init__(self, work: Any, written: list[Tensor]) -> None:
+        self._work, self._written = work, written
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """It has ended."""
+        done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        done.set_result(self._written)
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _with_future(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        work = original(*args, **kwargs)
+        written = (*args, *kwargs.values())[0]
+        return work and _Done(work, written if isinstance(written, list) else [written])
+
+    return call
+
+
+_OF_HOOKS = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+_BUILT_IN = {
+    _C10D.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    _C10D.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
+
+
+def _bucket_hook(recorder: ScriptRecorder, group: Any, hooks: list[tuple[Any, Any]]) -> Callable[..., Any]:
+    """What the reducer calls for each bucket that is full.
+
+    Args:
+        recorder: names the buckets.
+        group: over whose ranks gradients are added.
+        hooks: the script's own, and its state, if there is one.
+    """
     import torch.distributed as dist
 
     def reduce(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
         del state
         buffer = bucket.buffer()
         recorder.name(buffer, annotate.BUFFER, f"bucket.{bucket.index()}")
+        if hooks:
+            with recorder.carrying("gradient"), ExitStack() as stack:
+                for name in _OF_HOOKS:
+                    stack.enter_context(patched(dist, name, _with_future))
+                own, hook = hooks[0]
+                made: torch.futures.Future[Tensor] = hook(own, bucket)
+                return made
         buffer.div_(group.size())
         with recorder.carrying("gradient"):
             dist.all_reduce(buffer, group=group, async_op=True)

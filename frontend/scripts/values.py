@@ -4,7 +4,7 @@ A number that is read (a loss for the log) is answered by one that stands for it
 averaged, but the script may not compare it, and no tensor is true or false: a script that goes one way or another
 by it would be captured going one of them, so it is refused unless the user said which (`deciding`). All values are
 taken to be finite: who asks whether one is not a number is told that it is one. What libraries ask of values is
-answered in the same way, and not refused.
+answered in the same way: an integer that they compare is refused too, anything else is noted.
 
 What the host knows of small tensors (`frontend.pytorch.known_values`) is answered as it is.
 """
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,13 +34,13 @@ from echograph.frontend.scripts.adapter import patched, replaced
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
 _PYTHON = str(Path(runpy.__file__).parent)
-# Frameworks that are also run from a checkout, beside which scripts lie.
-_FRAMEWORKS = ("megatron.",)
 # Where PyTorch itself passes a question to a tensor on.
 _THROUGH = ("torch/_tensor.py", "torch/_ops.py", "torch/overrides.py", "torch/utils/_device.py",
             "torch/_subclasses/fake_tensor.py", "torch/utils/_python_dispatch.py")  # fmt: skip
 
 NoteTaker = Callable[[str], None]
+_NOTE: ContextVar[NoteTaker] = ContextVar("note")
+_PRINTED: ContextVar[bool] = ContextVar("printed", default=False)
 
 _DECIDED: ContextVar[Mapping[str, bool]] = ContextVar("decided")
 _FINITE = "_echograph_finite"
@@ -65,24 +66,41 @@ def answer(tensor: Tensor, note: NoteTaker) -> Any:
         with unset_fake_temporarily():
             return constant.item()
     line = caller()
-    if line is not None:
-        note(f"{line} reads a tensor's value, which a capture does not have: 1 stands for it")
-    if line is None:
-        return True if tensor.dtype == torch.bool else StandInNumber(1.0) if tensor.is_floating_point() else 1
+    if line is None and tensor.is_floating_point():
+        return StandInNumber(1.0)
+    if not _PRINTED.get():
+        note(f"{line or asked()} reads a tensor's value, which a capture does not have: 1 stands for it")
+    if line is None and tensor.dtype == torch.bool:
+        return True
     return StandInNumber(1.0) if tensor.is_floating_point() else StandInInteger(1)
 
 
 @contextmanager
-def deciding(lines: Mapping[str, bool]) -> Iterator[None]:
+def deciding(lines: Mapping[str, bool], note: NoteTaker = lambda _: None) -> Iterator[None]:
     """In the context, a script goes the way that was chosen where values decide: `file.py:line` -> which.
 
-    One of `file.py` is of all its lines that have none of their own.
+    One of `file.py` is of all its lines that have none of their own. What a library decides is noted.
     """
-    token = _DECIDED.set(lines)
+    tokens = _DECIDED.set(lines), _NOTE.set(note)
     try:
         yield
     finally:
-        _DECIDED.reset(token)
+        _DECIDED.reset(tokens[0])
+        _NOTE.reset(tokens[1])
+
+
+def printed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that reads values to print them: what it compares decides what is printed, and no work."""
+
+    @wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = _PRINTED.set(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _PRINTED.reset(token)
+
+    return run
 
 
 def _decided(where: str, what: str) -> bool:
@@ -102,13 +120,17 @@ def _decided(where: str, what: str) -> bool:
 
 
 def caller() -> str | None:
-    """`file:line` of the script, where it was its own code that asked a tensor; None where a library did."""
+    """`file:line` of the script, where it was its own code that asked a tensor; None where a library did.
+
+    None, too, of what only prints.
+    """
+    if _PRINTED.get():
+        return None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith((_OWN, "<")) and not name.endswith(_THROUGH):
-            module = str(frame.f_globals.get("__name__", ""))
-            library = name.startswith(_TORCH) or "site-packages" in name or module.startswith(_FRAMEWORKS)
+            library = name.startswith(_TORCH) or "site-packages" in name
             return None if library else f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return None
@@ -123,6 +145,17 @@ def line_of_script() -> str:
             return f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def asked() -> str:
+    """`file:line` of the innermost code that is neither PyTorch's nor of here; "PyTorch" where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_OWN, _TORCH, "<")):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "PyTorch"
 
 
 class StandInNumber(float):
@@ -154,7 +187,14 @@ def _compare(kind: type, name: str) -> Any:
 
     def compare(self: Any, other: Any) -> Any:
         where = caller()
-        return plain(self, other) if where is None else _decided(where, "a comparison with a tensor's value")
+        if _PRINTED.get():
+            return plain(self, other)
+        if where is None and kind is StandInNumber:
+            note = _NOTE.get(None)
+            if note is not None:
+                note(f"{asked()} compares a tensor's value, which a capture does not have: 1 stands for it")
+            return plain(self, other)
+        return _decided(where or asked(), "a comparison with a tensor's value")
 
     return compare
 

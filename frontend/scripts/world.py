@@ -93,6 +93,9 @@ class World:
                 for owner in (distributed_c10d, dist):
                     enter(replaced(owner, "broadcast_object_list", self._tell))
                     enter(patched(owner, "broadcast", self._tell_values))
+                    enter(patched(owner, "all_reduce", _added_up))
+                    for name in filter(partial(hasattr, owner), _GATHERS):
+                        enter(patched(owner, name, _gathered))
                     enter(patched(owner, "get_backend", lambda f: _backend(asked, f)))
                     enter(patched(owner, "get_backend_config", partial(self._backend_config, asked)))
                     for name, stand_in in _ALONE.items():
@@ -132,11 +135,10 @@ class World:
 
     def _tell_values(self, original: Any) -> Any:
         """A broadcast of values that the host knows: who tells keeps them, ranks that run later have them."""
-        from echograph.frontend.pytorch.known_values import copied, know, real
+        from echograph.frontend.pytorch.known_values import copied, know, told
 
         def broadcast(tensor: Any, src: int | None = None, group: Any = None, *args: Any, **given: Any) -> Any:
-            before = real(tensor)
-            known = None if before is tensor else copied(before)
+            known = told(tensor)
             work = original(tensor, src, group, *args, **given)
             first, call = self._call("values", src, group, given)
             if self.rank == first:
@@ -247,11 +249,47 @@ def _scatter_object_list(output: list[Any], inputs: list[Any] | None = None, *_:
         output[0] = inputs[0]
 
 
+def _added_up(original: Any) -> Any:
+    """`all_reduce` of values that the host knows: ranks are taken to have the same."""
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from echograph.frontend.pytorch.known_values import rewritten, told
+
+    kinds = dist.ReduceOp
+    same = (kinds.AVG, kinds.MAX, kinds.MIN, kinds.BAND, kinds.BOR)
+
+    def all_reduce(tensor: Any, op: Any = kinds.SUM, group: Any = None, async_op: bool = False) -> Any:
+        made = told(tensor) if op == kinds.SUM or op in same else None
+        if made is not None and op == kinds.SUM:
+            with _disable_current_modes():
+                made *= dist.get_world_size(group)
+        with rewritten([tensor], tensor, made):
+            return original(tensor, op, group, async_op)
+
+    return all_reduce
+
+
+def _gathered(original: Any) -> Any:
+    """`all_gather`, into a list or one tensor, of values that the host knows: ranks are taken to have the same."""
+    from echograph.frontend.pytorch.known_values import rewritten, told
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        # The functions name their arguments in different ways, in this order.
+        output, given = (*args, *kwargs.values())[:2]
+        made = told(given)
+        with rewritten(output if isinstance(output, list) else [output], given, made):
+            return original(*args, **kwargs)
+
+    return gather
+
+
 def _of_gloo(original: Any) -> Any:
     """The default time limit, without a warning that this PyTorch has no NCCL."""
     return lambda _: original("gloo")
 
 
+_GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single")
 # Ranks are taken to have the same objects: these tell settings to each other, before training.
 _ALONE: dict[str, Any] = {
     "all_gather_object": _all_gather_object,

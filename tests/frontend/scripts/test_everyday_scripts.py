@@ -224,3 +224,68 @@ for step in range(3):
     recorder = run_script(Script(path=path), World(), TorchAdapter()).recorder
     assert recorder.sample is not None
     assert tuple(recorder.sample.shape) == (5, 8)
+
+
+HOOKED = """import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+dist.init_process_group("nccl")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(40, 20).cuda())
+{hook}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(torch.randn(2, 40).cuda()).sum().backward()
+    optimizer.step()
+"""
+HOOKS = {
+    "": [4 * 820],
+    "model.register_comm_hook(None, default_hooks.bf16_compress_hook)": [2 * 820],
+    "model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)": [2 * 820],
+    "model.register_comm_hook(powerSGD_hook.PowerSGDState(None, 1, 2), powerSGD_hook.powerSGD_hook)": [
+        80,
+        80,
+        160,
+    ],
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_of_ddp_exchange_what_they_say(tmp_path: Path, hook: str) -> None:
+    (tmp_path / "train.py").write_text(HOOKED.format(hook=hook))
+    run = run_script(Script(path=tmp_path / "train.py", step=4), World(size=4), TorchAdapter())
+    calls: list[Communication] = [
+        node.meta[COMMUNICATION] for node in run.recorder.graph.nodes if COMMUNICATION in node.meta
+    ]
+    assert sorted(call.nbytes for call in calls) == sorted(HOOKS[hook])
+
+
+CUT = """import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+model = torch.nn.Linear(40, 20).cuda()
+whole = torch.zeros(820, device="cuda")
+memory, begin = whole.untyped_storage(), 0
+for parameter in model.parameters():
+    end = begin + 4 * parameter.numel()
+    part = memory[begin:end]
+    gradient = torch.empty([], device=part.device).set_(source=part)
+    parameter.grad = gradient.view_as(parameter)
+    assert parameter.grad.untyped_storage()._cdata == memory._cdata
+    assert 4 * parameter.grad.storage_offset() == begin
+    begin = end
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.randn(2, 40).cuda()).sum().backward()
+    dist.all_reduce(whole)
+    optimizer.step()
+    whole.zero_()
+"""
+
+
+def test_gradients_lie_in_the_memory_that_a_script_cut_for_them(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CUT)
+    run = run_script(Script(path=tmp_path / "train.py"), World(size=4), TorchAdapter())
+    calls = [node.meta[COMMUNICATION] for node in run.recorder.graph.nodes if COMMUNICATION in node.meta]
+    assert [call.nbytes for call in calls] == [4 * 820]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from echograph.errors import CaptureError
-from echograph.frontend.pytorch.capture import fake_mode
-from echograph.frontend.pytorch.known_values import MOST_INTEGERS
+from echograph.frontend.pytorch.capture import fake_mode, plain_attention_masks
+from echograph.frontend.pytorch.known_values import MOST_INTEGERS, rest_on_ranks
 from echograph.frontend.scripts import device, values
 from echograph.frontend.scripts.world import World
 
@@ -76,15 +76,18 @@ def test_an_array_of_numpy_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert "5" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("write", ["sum", "view", "copy"])
+@pytest.mark.parametrize("write", ["product", "unknown sum", "view", "copy"])
 def test_what_comes_from_elsewhere_is_not_known(write: str) -> None:
     count = torch.zeros(4, dtype=torch.int64)
     part = count[1:]
     assert int(part[0]) == 0
     unknown = torch.empty(3, dtype=torch.int64)
-    if write == "sum":
+    if write == "product":
         dist.init_process_group()
-        dist.all_reduce(count)
+        dist.all_reduce(count, op=dist.ReduceOp.PRODUCT)
+    elif write == "unknown sum":
+        dist.init_process_group()
+        dist.broadcast(part, src=1)
     elif write == "view":
         part += unknown
     else:
@@ -148,6 +151,77 @@ def test_a_known_mask_cuts_what_is_not_known() -> None:
     mask = torch.tensor([True, False, True]).cuda()
     assert torch.randn(3, 8192, device="cuda")[mask].shape == (2, 8192)
     assert torch.randn(8192, 3, device="cuda")[:, mask].shape == (8192, 2)
+
+
+def test_what_pytorch_keeps_of_a_tensor_ends_where_others_write_it() -> None:
+    dist.init_process_group("nccl")
+    count = torch.cuda.LongTensor([1])
+    part = count[:1]
+    assert part.constant is not None  # type: ignore[attr-defined]
+    dist.all_reduce(count, op=dist.ReduceOp.PRODUCT)
+    for tensor in (count, part, count[0]):
+        assert tensor.constant is None  # type: ignore[attr-defined]
+        with pytest.raises(CaptureError, match="decides what the script does"):
+            bool(tensor.item() == 1)
+
+
+@pytest.mark.parametrize("of", ["all", "view"])
+def test_what_ranks_add_up_is_taken_to_be_alike(of: str) -> None:
+    dist.init_process_group("nccl")
+    count = torch.tensor([3, 5], device="cuda")
+    part = count[1:]
+    dist.all_reduce(count if of == "all" else part)
+    assert part.item() == 10
+    assert count.tolist() == [6 if of == "all" else 3, 10]
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    assert count[1].item() == 10
+    assert rest_on_ranks(part if of == "view" else count)
+    flag = torch.ByteTensor([1]).to("cuda")
+    dist.all_reduce(flag)
+    assert flag.item() == 2
+
+
+def test_what_ranks_gather_is_taken_to_be_alike() -> None:
+    dist.init_process_group("nccl")
+    times = torch.zeros(2, 3, device=torch.cuda.current_device())
+    times[0, 1] = 7.0
+    dist.all_gather_into_tensor(times.view(-1), times[0].view(-1))
+    assert times.tolist() == [[0.0, 7.0, 0.0]] * 2
+    sizes = [torch.empty(1, dtype=torch.int64, device="cuda") for _ in range(2)]
+    dist.all_gather(tensor_list=sizes, tensor=torch.tensor([4], device="cuda"))
+    assert [size.item() for size in sizes] == [4, 4]
+
+
+def test_who_only_prints_is_told_how_an_unknown_number_compares() -> None:
+    read = torch.randn(8192).sum()
+    assert values.printed(lambda: read.item() > 0.0)()
+    with pytest.raises(CaptureError):
+        bool(read.item() > 0.0)
+
+
+def test_a_method_whose_name_a_script_gives_a_number_still_answers() -> None:
+    bias = torch.nn.Parameter(torch.empty(4, 2, device="cuda"))
+    bias.stride = 1  # type: ignore[assignment,method-assign]
+    assert bias.stride == 1  # type: ignore[comparison-overlap]
+    with torch.no_grad():
+        assert bias.zero_().stride() == (2, 1)
+
+
+def test_transformers_looks_at_a_mask_that_is_known() -> None:
+    masking = pytest.importorskip("transformers.masking_utils")
+    with plain_attention_masks():
+        assert not masking.is_tracing(torch.ones(2, 16, dtype=torch.int64, device="cuda"))
+        assert masking.is_tracing(torch.randn(2, 16).cuda() > 0)
+    assert masking.is_tracing(torch.ones(2, 16, dtype=torch.int64, device="cuda"))
+
+
+def test_a_value_that_is_put_where_a_known_mask_is_true_has_a_gradient() -> None:
+    mask = torch.tensor([True, False, True]).cuda()
+    value, whole = torch.randn(2, 4, device="cuda", requires_grad=True), torch.zeros(3, 4, device="cuda")
+    whole[mask] = value
+    whole.sum().backward()
+    assert value.grad is not None
+    assert value.grad.shape == (2, 4)
 
 
 ASKED = {
