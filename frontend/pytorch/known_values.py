@@ -247,11 +247,31 @@ class _Following(TorchFunctionMode):
             out = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return computed(func, args, kwargs)
+        if func in _EQUALS and _equals_none(func, *args, out):
+            return out
         if func not in _RANDOM:
             follow(func, args, kwargs, out)
         elif func.__name__.endswith("_"):
             forget(args[0])
         return out
+
+
+_EQUALS: dict[Any, bool] = {
+    torch.eq: False, Tensor.eq: False, Tensor.__eq__: False, torch.ne: True, Tensor.ne: True, Tensor.__ne__: True,
+}  # fmt: skip
+
+
+def _equals_none(func: Any, numbers: Any, number: Any, out: Any) -> bool:
+    """Numbers that nobody has are taken to be other ones than a number that they are compared with.
+
+    What a model asks so is whether an image is nothing but padding, or a mask hides what it has not got.
+    """
+    unknown = isinstance(numbers, FakeTensor) and numbers.is_floating_point() and not is_known(numbers)
+    if not unknown or not isinstance(number, int | float) or not isinstance(out, FakeTensor):
+        return False
+    with _disable_current_modes():  # one element, however large the tensor
+        setattr(out, _VALUES, torch.tensor(_EQUALS[func]).expand(out.shape))
+    return True
 
 
 _RANDOM = (
