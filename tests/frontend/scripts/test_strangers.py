@@ -1,4 +1,4 @@
-"""Scripts of others, unedited, without ranks and on four real ones: what they communicate is the same, in order.
+"""Scripts of others, unedited, without ranks and on four or eight real ones: what they communicate is the same, in order.
 
 ECHOGRAPH_STRANGERS names a folder of clones at the commits of `benchmarks/strangers.toml`; nothing is ours.
 """
@@ -19,7 +19,6 @@ from echograph.frontend.scripts.world import World
 
 CLONES = os.environ.get("ECHOGRAPH_STRANGERS", "")
 RANK = Path(__file__).with_name("host_rank.py")
-RANKS = 4
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,7 +30,7 @@ pytestmark = [
 
 @dataclass(frozen=True, kw_only=True)
 class Stranger:
-    """A script: the folder of its clone that it runs in, its file or module, its arguments."""
+    """A script: the folder of its clone that it runs in, its file or module, its arguments, how many ranks."""
 
     folder: str
     script: str = ""
@@ -39,6 +38,7 @@ class Stranger:
     arguments: tuple[str, ...] = ()
     step: int = 2
     times: int = 2
+    ranks: int = 4
 
 
 _SHORT = (
@@ -47,7 +47,9 @@ _SHORT = (
 )  # fmt: skip
 
 
-def _torchtitan(*options: str, model: str = "llama3", batch: int = 1, length: int = 64) -> Stranger:
+def _torchtitan(
+    *options: str, model: str = "llama3", batch: int = 1, length: int = 64, ranks: int = 4
+) -> Stranger:
     """torchtitan's debug model under a plan."""
     config = ("--job.config_file", f"torchtitan/models/{model}/train_configs/debug_model.toml")
     sizes = ("--training.local_batch_size", str(batch), "--training.seq_len", str(length))
@@ -55,6 +57,7 @@ def _torchtitan(*options: str, model: str = "llama3", batch: int = 1, length: in
         folder="torchtitan",
         module="torchtitan.train",
         step=3,  # it logs after the first and the last
+        ranks=ranks,
         arguments=(*config, *_SHORT, *sizes, *options),
     )
 
@@ -93,6 +96,10 @@ STRANGERS = {
     ),
     "torchtitan debug model, TP 2": _torchtitan("--parallelism.tensor_parallel_degree", "2"),
     "torchtitan debug model, TP 4": _torchtitan("--parallelism.tensor_parallel_degree", "4"),
+    "torchtitan debug model, TP 8": _torchtitan("--parallelism.tensor_parallel_degree", "8", ranks=8),
+    "torchtitan debug model, HSDP 2 x TP 2 x FSDP 2": _torchtitan(
+        "--parallelism.data_parallel_replicate_degree", "2", "--parallelism.tensor_parallel_degree", "2", ranks=8
+    ),
     # The kernel of attention in fp32 has parts of 32 positions, of which each rank has two.
     "torchtitan debug model, CP 4": _torchtitan("--parallelism.context_parallel_degree", "4", length=256),
     # Tokens go to all experts alike, as a capture takes it.
@@ -104,7 +111,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_what_is_captured_is_what_four_ranks_do(
+def test_what_is_captured_is_what_real_ranks_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     stranger = STRANGERS[name]
@@ -127,10 +134,11 @@ def test_what_is_captured_is_what_four_ranks_do(
         else Script(path=folder / stranger.script, **told)
     )
     what = ["-m", stranger.module] if stranger.module else [str(folder / stranger.script)]
-    real = traced(RANK, RANKS, tmp_path, *what, *stranger.arguments, at=folder)
+    real = traced(RANK, stranger.ranks, tmp_path, *what, *stranger.arguments, at=folder)
     adapter = TorchAdapter()  # stages of a pipeline tell each other their shapes
-    for rank in range(RANKS):
-        step = calls_of(run_script(script, World(rank=rank, size=RANKS, local_size=RANKS), adapter))
+    for rank in range(stranger.ranks):
+        world = World(rank=rank, size=stranger.ranks, local_size=stranger.ranks)
+        step = calls_of(run_script(script, world, adapter))
         # Who traces a script that it is not told the modules of takes what is recomputed for backward.
         done = [(*call[:-1], "") for call in real[rank]]
         assert step
