@@ -372,6 +372,12 @@ class Units:
                 ops = by[(read == row) & (graph.ops.phase[by] != t.Phase.OPTIMIZER)]
                 layers = {self._layer(graph.strings[module]) for module in np.unique(graph.ops.module[ops]).tolist()}
                 readers.setdefault(graph.strings[graph.tensors.name[row]], set()).update(layers)
+        for block in (b for n, b in enumerate(graph.blocks) if self._is_layer(n)):
+            for instance in block.instances:
+                for number, _, bound in map(graph.locate_tensor, instance.bindings):
+                    if not self._is_layer(number) and self._is_parameter(row := int(graph.root[bound])):
+                        name = graph.strings[graph.tensors.name[row]]
+                        readers.setdefault(name, set()).add(f"{block.name}.{instance.label}")
         return {name for name, layers in readers.items() if layers - {self._layer(name)}}
 
     def _is_parameter(self, row: int) -> bool:
