@@ -11,8 +11,8 @@ position and value head, with K and V numbers in a head's key and value,
     6 K V               what the state gives to the values and to the queries, and what it takes in
 
 FLOPs. Its gradient computes T (beta K), T (beta V) and the states again, and has two products for each
-of the eight. Kimi's delta attention (Kimi Team 2025, arXiv:2510.26692, section 3) has the same products, and a decay
-for each number of a key in place of one for each head.
+of the eight. Kimi's delta attention (Kimi Team 2025, arXiv:2510.26692, section 3) has the same products, and a
+decay for each number of a key in place of one for each head.
 
 The selective scan (Gu and Dao 2023, arXiv:2312.00752, algorithm 2) of D channels with N states has 9 N FLOPs a
 position and channel, as state-spaces/mamba counts them; its gradient computes the states again, and twice that.

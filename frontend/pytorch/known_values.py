@@ -247,7 +247,7 @@ class _Following(TorchFunctionMode):
             out = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return computed(func, args, kwargs)
-        if func in _EQUALS and _equals_none(func, *args, out):
+        if func in _EQUALS and _equals_none(func, args, out):
             return out
         if func not in _RANDOM:
             follow(func, args, kwargs, out)
@@ -261,13 +261,14 @@ _EQUALS: dict[Any, bool] = {
 }  # fmt: skip
 
 
-def _equals_none(func: Any, numbers: Any, number: Any, out: Any) -> bool:
+def _equals_none(func: Any, args: tuple[Any, ...], out: Any) -> bool:
     """Numbers that nobody has are taken to be other ones than a number that they are compared with.
 
     What a model asks so is whether an image is nothing but padding, or a mask hides what it has not got.
     """
+    numbers, plain_numbers = args[0], [arg for arg in args[1:] if isinstance(arg, int | float)]
     unknown = isinstance(numbers, FakeTensor) and numbers.is_floating_point() and not is_known(numbers)
-    if not unknown or not isinstance(number, int | float) or not isinstance(out, FakeTensor):
+    if not unknown or not plain_numbers or not isinstance(out, FakeTensor):
         return False
     with _disable_current_modes():  # one element, however large the tensor
         setattr(out, _VALUES, torch.tensor(_EQUALS[func]).expand(out.shape))

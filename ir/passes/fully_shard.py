@@ -359,8 +359,8 @@ class Units:
     def _read_elsewhere(self) -> set[str]:
         """Names of parameters in main blocks that another layer than their own reads, as layers do that share some.
 
-        One would drop them while another still reads them, so they are the root's, which alone stays gathered (and
-        FSDP asks for that of those who share parameters).
+        One would drop them while another still reads them, so they are the root's, which alone stays gathered
+        (FSDP asks for that of those who share parameters).
         """
         if self._module is None:
             return set()
@@ -370,8 +370,9 @@ class Units:
         for row in np.unique(read[np.isin(by, [op for ops in main for op in ops])]).tolist():
             if self._is_parameter(row):
                 ops = by[(read == row) & (graph.ops.phase[by] != t.Phase.OPTIMIZER)]
-                layers = {self._layer(graph.strings[module]) for module in np.unique(graph.ops.module[ops]).tolist()}
-                readers.setdefault(graph.strings[graph.tensors.name[row]], set()).update(layers)
+                modules = np.unique(graph.ops.module[ops]).tolist()
+                name = graph.strings[graph.tensors.name[row]]
+                readers.setdefault(name, set()).update(self._layer(graph.strings[module]) for module in modules)
         for block in (b for n, b in enumerate(graph.blocks) if self._is_layer(n)):
             for instance in block.instances:
                 for number, _, bound in map(graph.locate_tensor, instance.bindings):

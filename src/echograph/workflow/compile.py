@@ -205,8 +205,8 @@ def _left_out(module: Module, graph: StepGraph) -> Iterator[str]:
     left = {name: count for name, count in trained.items() if name not in named}
     if left:
         yield (
-            f"no input reaches {sum(left.values()):,} of {sum(trained.values()):,} parameters, which the step leaves "
-            f"out: {next(iter(left))}" + (f" and {len(left) - 1} more" if len(left) > 1 else "")
+            f"no input reaches {sum(left.values()):,} of {sum(trained.values()):,} parameters, which the step "
+            f"leaves out: {next(iter(left))}" + (f" and {len(left) - 1} more" if len(left) > 1 else "")
         )
 
 

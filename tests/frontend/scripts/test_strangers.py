@@ -1,4 +1,4 @@
-"""Scripts of others, unedited, without ranks and on four or eight real ones: what they communicate is the same, in order.
+"""Scripts of others, unedited: without ranks and on four or eight real ones they communicate the same, in order.
 
 ECHOGRAPH_STRANGERS names a folder of clones at the commits of `benchmarks/strangers.toml`; nothing is ours.
 """
