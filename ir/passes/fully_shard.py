@@ -357,7 +357,7 @@ class Units:
         return "" if name.removesuffix(".grad") in self._shared else self._layer(name)
 
     def _read_elsewhere(self) -> set[str]:
-        """Names of parameters in main blocks that another layer than their own reads, as layers do that share some.
+        """Names of parameters in main blocks that another layer than their own reads, as layers that share do.
 
         One would drop them while another still reads them, so they are the root's, which alone stays gathered
         (FSDP asks for that of those who share parameters).

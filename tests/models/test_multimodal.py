@@ -212,7 +212,7 @@ def test_what_no_input_reaches_is_said(caplog: pytest.LogCaptureFixture) -> None
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
     }
     compile_entry(from_config(phi), StepSpec(), batch_size=1, seq_len=64)
-    assert "parameters, which the step leaves out: model.embed_tokens_extend" in caplog.text
+    assert "parameters get no gradient, and are not counted: model.embed_tokens_extend" in caplog.text
 
 
 def test_a_model_without_a_loss_is_said_to_have_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -193,21 +193,19 @@ def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: s
         captured = capture(*built, spec, producer=producer)
         say("lowering")
         graph = lower(captured, spec, name=name)
-    tell(_left_out(built[0], graph))
+    tell(_without_gradient(built[0], graph))
     say("folding repeated blocks")
     return Fold()(graph)
 
 
-def _left_out(module: Module, graph: StepGraph) -> Iterator[str]:
-    """Says which parameters no input reaches: towers of what is not fed, heads without a loss."""
-    named = {graph.strings[name] for name in graph.tensors.name.tolist()}
+def _without_gradient(module: Module, graph: StepGraph) -> Iterator[str]:
+    """Says which parameters get no gradient: towers that no input reaches, heads without a loss."""
     trained = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
-    left = {name: count for name, count in trained.items() if name not in named}
-    if left:
-        yield (
-            f"no input reaches {sum(left.values()):,} of {sum(trained.values()):,} parameters, which the step "
-            f"leaves out: {next(iter(left))}" + (f" and {len(left) - 1} more" if len(left) > 1 else "")
-        )
+    count, total = sum(trained.values()) - graph.workload.parameters, sum(trained.values())
+    if count > 0:
+        named = {graph.strings[name] for name in graph.tensors.name.tolist()}
+        first = next((name for name in trained if f"{name}.grad" not in named), "")
+        yield f"{count:,} of {total:,} parameters get no gradient, and are not counted: {first} is the first of them"
 
 
 def _quiet_libraries() -> None:
