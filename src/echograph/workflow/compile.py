@@ -205,7 +205,7 @@ def _without_gradient(module: Module, graph: StepGraph) -> Iterator[str]:
     if count > 0:
         named = {graph.strings[name] for name in graph.tensors.name.tolist()}
         first = next((name for name in trained if f"{name}.grad" not in named), "")
-        yield f"{count:,} of {total:,} parameters get no gradient, and are not counted: {first} is the first of them"
+        yield f"{count:,} of {total:,} parameters get no gradient, and are not counted: {first} is the first"
 
 
 def _quiet_libraries() -> None:
