@@ -174,8 +174,8 @@ class Hybrid:
     def closed_form(self) -> Counter[tuple[str, int, int]]:
         """(operation, ranks of its group, bytes) -> calls of a step.
 
-        A layer is gathered for the forward and the backward pass of each micro-batch. Once a step its gradients are
-        scattered within a machine, and each rank's share of them is added up over the machines.
+        A layer is gathered for the forward and the backward pass of each micro-batch. Once a step its gradients
+        are scattered within a machine, and each rank's share of them is added up over the machines.
         """
         found = Counter[tuple[str, int, int]]()
         for elements, units, gathers in [
