@@ -47,6 +47,7 @@ KIMI = {
     **{"model_type": "kimi_linear", **COMMON, "num_key_value_heads": 4, "num_local_experts": 4},
     **{"num_experts_per_tok": 2, "moe_intermediate_size": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
     **{"v_head_dim": 16, "qk_nope_head_dim": 8, "linear_head_dim": 16, "linear_num_heads": 4},
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     "pad_token_id": 0,
 }
 
