@@ -11,7 +11,8 @@ position and value head, with K and V numbers in a head's key and value,
     6 K V               what the state gives to the values and to the queries, and what it takes in
 
 FLOPs. Its gradient computes T (beta K), T (beta V) and the states again, and has two products for each
-of the eight.
+of the eight. Kimi's delta attention (Kimi Team 2025, arXiv:2510.26692, section 3) has the same products, and a
+decay for each number of a key in place of one for each head.
 
 The selective scan (Gu and Dao 2023, arXiv:2312.00752, algorithm 2) of D channels with N states has 9 N FLOPs a
 position and channel, as state-spaces/mamba counts them; its gradient computes the states again, and twice that.
@@ -70,14 +71,14 @@ _RULE, _SCAN = _differentiable("gated_delta_rule"), _differentiable("selective_s
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
-    """The gated delta rule, in place of transformers' `torch_chunk_gated_delta_rule`.
+    """The gated delta rule, in place of what transformers writes out.
 
     Args:
         query: [batch, sequence, key heads, head dim].
         key: like the queries.
         value: [batch, sequence, value heads, head dim].
-        g: logarithms of the decays [batch, sequence, value heads].
-        beta: like the decays.
+        g: logarithms of the decays [batch, sequence, value heads], or like the keys.
+        beta: [batch, sequence, value heads].
 
     Returns:
         What the values are like, and no state: training keeps none.
@@ -111,6 +112,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # None says that there is none
     "mamba_selective_scan": selective_scan,
     "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,
     "causal_conv1d_fn": causal_conv1d,
 }
 """What modeling files of transformers call the kernels."""

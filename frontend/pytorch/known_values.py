@@ -310,11 +310,32 @@ class _Following(TorchFunctionMode):
             out = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return computed(func, args, kwargs)
+        if func in _EQUALS and _equals_none(func, args, out):
+            return out
         if func not in _RANDOM:
             follow(func, args, kwargs, out)
         elif func.__name__.endswith("_"):
             forget(args[0])
         return out
+
+
+_EQUALS: dict[Any, bool] = {
+    torch.eq: False, Tensor.eq: False, Tensor.__eq__: False, torch.ne: True, Tensor.ne: True, Tensor.__ne__: True,
+}  # fmt: skip
+
+
+def _equals_none(func: Any, args: tuple[Any, ...], out: Any) -> bool:
+    """Numbers that nobody has are taken to be other ones than a number that they are compared with.
+
+    What a model asks so is whether an image is nothing but padding, or a mask hides what it has not got.
+    """
+    numbers, plain_numbers = args[0], [arg for arg in args[1:] if isinstance(arg, int | float)]
+    unknown = isinstance(numbers, FakeTensor) and numbers.is_floating_point() and not is_known(numbers)
+    if not unknown or not plain_numbers or not isinstance(out, FakeTensor):
+        return False
+    with _disable_current_modes():  # one element, however large the tensor
+        setattr(out, _VALUES, torch.tensor(_EQUALS[func]).expand(out.shape))
+    return True
 
 
 _RANDOM = (

@@ -272,7 +272,9 @@ def _run(
         raise
     except SystemExit as error:
         status = error.code
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script may raise what is no Exception
         raise _explained(told(), error) from error
     if not recorder.recorded:
         raise _too_short(told(), recorder, status)
@@ -288,7 +290,7 @@ def _too_short(script: Script, recorder: ScriptRecorder, status: object) -> Capt
     return error
 
 
-def _explained(script: Script, error: Exception) -> CaptureError:
+def _explained(script: Script, error: BaseException) -> CaptureError:
     where = script_line(script.path, error) or script.path.name
     if isinstance(error, SyntaxError) and error.filename is not None:
         where = f"{Path(error.filename).name}:{error.lineno}"

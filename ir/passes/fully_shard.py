@@ -33,6 +33,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
+
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
@@ -301,6 +303,7 @@ class Units:
         self.graph = graph
         layers = sorted({re.escape(b.name) for n, b in enumerate(graph.blocks) if self._is_layer(n)})
         self._module = re.compile(rf"(?:{'|'.join(layers)})\.\d+(?=\.|$)") if layers else None
+        self._shared = self._read_elsewhere()
         self.of_block = [self._units(number, gradients) for number in range(len(graph.blocks))]
         self._modules: dict[tuple[int, str], int] = {}
 
@@ -335,11 +338,11 @@ class Units:
         main = not self._is_layer(number)
         for row in block.tensors:
             if self._is_parameter(row):
-                layer = self._layer(graph.strings[graph.tensors.name[row]]) if main else ""
+                layer = self._home(graph.strings[graph.tensors.name[row]]) if main else ""
                 parameters.setdefault(layer, []).append(row)
         for row in gradients:
             if row in block.tensors:
-                layer = self._layer(graph.strings[graph.tensors.name[row]]) if main else ""
+                layer = self._home(graph.strings[graph.tensors.name[row]]) if main else ""
                 reduced.setdefault(layer if layer in parameters else "", []).append(row)
         return tuple(
             Unit(
@@ -348,6 +351,35 @@ class Units:
             )
             for layer, rows in parameters.items()
         )  # fmt: skip
+
+    def _home(self, name: str) -> str:
+        """The layer in a main block that gathers a parameter, and reduces its gradient; "" for the root."""
+        return "" if name.removesuffix(".grad") in self._shared else self._layer(name)
+
+    def _read_elsewhere(self) -> set[str]:
+        """Names of parameters in main blocks that another layer than their own reads, as layers that share do.
+
+        One would drop them while another still reads them, so they are the root's, which alone stays gathered
+        (FSDP asks for that of those who share parameters).
+        """
+        if self._module is None:
+            return set()
+        graph, readers = self.graph, dict[str, set[str]]()
+        main = [block.ops for number, block in enumerate(graph.blocks) if not self._is_layer(number)]
+        read, by = graph.root[graph.ops.inputs.values], graph.ops.inputs.rows
+        for row in np.unique(read[np.isin(by, [op for ops in main for op in ops])]).tolist():
+            if self._is_parameter(row):
+                ops = by[(read == row) & (graph.ops.phase[by] != t.Phase.OPTIMIZER)]
+                modules = np.unique(graph.ops.module[ops]).tolist()
+                name = graph.strings[graph.tensors.name[row]]
+                readers.setdefault(name, set()).update(self._layer(graph.strings[module]) for module in modules)
+        for block in (b for n, b in enumerate(graph.blocks) if self._is_layer(n)):
+            for instance in block.instances:
+                for number, _, bound in map(graph.locate_tensor, instance.bindings):
+                    if not self._is_layer(number) and self._is_parameter(row := int(graph.root[bound])):
+                        name = graph.strings[graph.tensors.name[row]]
+                        readers.setdefault(name, set()).add(f"{block.name}.{instance.label}")
+        return {name for name, layers in readers.items() if layers - {self._layer(name)}}
 
     def _is_parameter(self, row: int) -> bool:
         tensors = self.graph.tensors

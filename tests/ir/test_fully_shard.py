@@ -16,7 +16,7 @@ from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.recompute import Recompute
-from echograph.ir.types import CollectiveKind, DType, Op, OpKind, Phase
+from echograph.ir.types import Collective, CollectiveKind, DType, Op, OpKind, Phase, TensorRole
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.simulate import simulate
@@ -190,6 +190,29 @@ def test_ranks_that_share_no_copy_only_reduce_among_copies() -> None:
 def test_wrong_plans_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(PlanError):
         lower(**options)
+
+
+def test_what_layers_share_is_gathered_with_the_root() -> None:
+    """A layer that runs at three places, each with a part of its own, is gathered once and dropped at the end."""
+    pytest.importorskip("transformers", reason="needs the [torch] extra")
+    from echograph.frontend.pytorch.spec import StepSpec
+    from echograph.models import from_config
+    from echograph.workflow.compile import compile_entry
+
+    sizes = {"hidden_size": 64, "n_mamba_heads": 8, "num_attention_heads": 4, "vocab_size": 128}
+    kinds = ["mamba", "hybrid"] * 3
+    zamba = {"model_type": "zamba2", **sizes, "num_hidden_layers": 6, "layers_block_type": kinds}
+    graph = compile_entry(from_config(zamba), StepSpec(), batch_size=1, seq_len=128)
+    gathered = Counter[Phase]()
+    for op in ran(FullyShard(replicas=8)(graph)):
+        if isinstance(op, Collective) and op.collective == CollectiveKind.ALL_GATHER:
+            gathered[op.phase] += op.bytes_per_rank
+    whole = 2 * graph.workload.parameters
+    assert whole <= gathered[Phase.FORWARD] < 1.1 * whole  # padded
+    parameters = [x for x in graph.tensors if x.role == TensorRole.PARAMETER and not x.port and x.alias_of is None]
+    shared = [x for x in parameters if "shared_transformer" in x.name and "adapter_list.0." not in x.name]
+    assert len(shared) > 8
+    assert gathered[Phase.FORWARD] - gathered[Phase.BACKWARD] >= sum(x.nbytes for x in shared)
 
 
 def fsdp2(

@@ -62,6 +62,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 4,
         "image_token_index": 90,
     },
+    "idefics3": {
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "text_config": {"model_type": "llama", **TEXT},
+        "vision_config": TOWER,
+        "image_token_id": 90,
+        "scale_factor": 2,
+    },
     "mistral3": {
         "text_config": {"model_type": "mistral", **TEXT},
         "vision_config": {"model_type": "pixtral", **TOWER, "head_dim": 16},
@@ -191,14 +198,21 @@ def test_an_image_larger_than_the_text_is_refused() -> None:
 
 
 def test_images_that_nobody_can_feed_are_one_line() -> None:
-    smol = {
-        "model_type": "idefics3",
-        "text_config": {"model_type": "llama", **TEXT},
-        "vision_config": {**TOWER, "image_size": 256},
-        "image_token_id": 90,
-    }
+    """Features of a layer that the tower does not have."""
+    config = {"model_type": "llava", **CONFIGURATIONS["llava"], "vision_feature_layer": 9}
     with pytest.raises(InputError, match="vision tower does not run without data"):
-        compile_entry(from_config(smol), StepSpec(), batch_size=1, seq_len=64)
+        compile_entry(from_config(config), StepSpec(), batch_size=1, seq_len=64)
+
+
+def test_what_no_input_reaches_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Whose images nobody here makes, and whose text is a model of its own."""
+    phi = {
+        **{"model_type": "phi4_multimodal", **TEXT, "pad_token_id": 0, "tie_word_embeddings": True},
+        **{"vision_config": {**TOWER, "crop_size": 32}, "audio_config": {"num_blocks": 1}},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    }
+    compile_entry(from_config(phi), StepSpec(), batch_size=1, seq_len=64)
+    assert "parameters get no gradient, and are not counted: model.embed_tokens_extend" in caplog.text
 
 
 def test_a_model_without_a_loss_is_said_to_have_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -43,6 +43,13 @@ JAMBA = {
     **{"model_type": "jamba", **COMMON, "num_key_value_heads": 2, "num_experts": 2, "mamba_dt_rank": 4},
     **{"attn_layer_period": 4, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
 }
+KIMI = {
+    **{"model_type": "kimi_linear", **COMMON, "num_key_value_heads": 4, "num_local_experts": 4},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
+    **{"v_head_dim": 16, "qk_nope_head_dim": 8, "linear_head_dim": 16, "linear_num_heads": 4},
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "pad_token_id": 0,
+}
 
 
 def operands() -> tuple[torch.Tensor, ...]:
@@ -83,7 +90,11 @@ def test_gradients_are_like_what_they_are_of(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("config", "kernel", "layers"),
-    [(NEXT, "recurrent.gated_delta_rule", 3), (JAMBA, "recurrent.selective_scan", 3)],
+    [
+        (NEXT, "recurrent.gated_delta_rule", 3),
+        (KIMI, "recurrent.gated_delta_rule", 3),
+        (JAMBA, "recurrent.selective_scan", 3),
+    ],
 )
 def test_a_layer_is_one_operation_each_way_whatever_the_length(config: dict, kernel: str, layers: int) -> None:
     graph = compile_entry(from_config(config), StepSpec(), batch_size=1, seq_len=128)

@@ -193,8 +193,19 @@ def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: s
         captured = capture(*built, spec, producer=producer)
         say("lowering")
         graph = lower(captured, spec, name=name)
+    tell(_without_gradient(built[0], graph))
     say("folding repeated blocks")
     return Fold()(graph)
+
+
+def _without_gradient(module: Module, graph: StepGraph) -> Iterator[str]:
+    """Says which parameters get no gradient: towers that no input reaches, heads without a loss."""
+    trained = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
+    count, total = sum(trained.values()) - graph.workload.parameters, sum(trained.values())
+    if count > 0:
+        named = {graph.strings[name] for name in graph.tensors.name.tolist()}
+        first = next((name for name in trained if f"{name}.grad" not in named), "")
+        yield f"{count:,} of {total:,} parameters get no gradient, and are not counted: {first} is the first"
 
 
 def _quiet_libraries() -> None:

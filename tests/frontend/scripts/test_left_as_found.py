@@ -68,11 +68,25 @@ DEEDS: dict[str, dict[str, str]] = {
         "while True: pass": " runs for more than",
         "time.sleep(600)": " runs for more than",
         "def deep(): deep()\ndeep()": "RecursionError",
+        "raise GeneratorExit": "GeneratorExit",
+        "raise BaseException('neither\\nnor')": "train.py:4: BaseException: neither",
+        "os.kill(os.getpid(), signal.SIGTERM)": "by SIGTERM",
+        "import ctypes; ctypes.string_at(0)": "by SIGSEGV",
+        "import subprocess; subprocess.run([sys.executable, '-c', 'print(1)'], check=True)": "",
+        "import multiprocessing as m; p = m.get_context('spawn').Process(target=print); p.start(); p.join()": "",
+        "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')": "",
+        "import warnings, gc; warnings.simplefilter('error', UserWarning); gc.disable()": "",
+        "import builtins; builtins.print = builtins.input = None; sys.settrace(lambda *_: None)": "",
+        "signal.signal(signal.SIGALRM, lambda *_: sys.exit(8)); signal.alarm(1); time.sleep(600)": "status 8",
+        "os.closerange(3, 256)": "",
+        "for _ in range(50): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()": "",
     },
     "made": {
         "model.register_forward_hook(lambda *_: 1 / 0)": "ZeroDivisionError",
         "model.weight.register_hook(lambda _: 1 / 0)": "ZeroDivisionError",
         "model.weight.register_hook(lambda _: os._exit(6))": "ended with exit status 6",
+        "model.register_full_backward_hook(lambda *_: sys.exit(4))": "ended with exit status 4",
+        "model.register_forward_pre_hook(lambda *_: sys.exit('over'))": "over",
         "torch.nn.modules.module.register_module_forward_hook(lambda *_: None)": "",
         "model.weight.register_post_accumulate_grad_hook(lambda _: None)": "",
     },
@@ -173,12 +187,25 @@ def test_each_deed_ends_in_a_graph_or_in_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(64))
 def test_deeds_together_end_in_a_graph_or_in_one_line(tmp_path: Path, seed: int) -> None:
     chosen = random.Random(seed)
     deeds = {place: chosen.choice(list(DEEDS[place])) for place in DEEDS if chosen.random() < 0.7}
     ends = next((DEEDS[place][deed] for place, deed in deeds.items() if DEEDS[place][deed]), "")
     check(tmp_path, deeds, timeout_s=4 if "runs for" in ends else 200)
+
+
+@pytest.mark.parametrize("name", ["zażółć ☃.py", "two words.py", "new\nline.py", "-o.py", "no suffix"])
+def test_a_script_may_have_any_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(text())
+    with CaptureProcess(Script(path=path), World(size=2), TorchAdapter(), quiet=True) as running:
+        assert outcome(running.result) == ""
+    path.write_text(text(before="raise ValueError('no data')"))
+    with CaptureProcess(Script(path=path), World(size=2), TorchAdapter(), quiet=True) as running:
+        line = outcome(running.result)
+    assert line.startswith(f"{name}:4: ValueError: no data")
+    assert "\n" not in line.removeprefix(name)  # which a command prints without
 
 
 @pytest.mark.slow

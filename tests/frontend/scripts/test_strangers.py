@@ -1,4 +1,4 @@
-"""Scripts of others, unedited, without ranks and on four real ones: what they communicate is the same, in order.
+"""Scripts of others, unedited: without ranks and on four or eight real ones they communicate the same, in order.
 
 ECHOGRAPH_STRANGERS names a folder of clones at the commits of `benchmarks/strangers.toml`; nothing is ours.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from benchmarks import strangers
 from script_ranks import calls_of, repeats, traced
 
 from echograph.frontend.scripts.run import Script, run_script
@@ -19,7 +21,6 @@ from echograph.frontend.scripts.world import World
 
 CLONES = os.environ.get("ECHOGRAPH_STRANGERS", "")
 RANK = Path(__file__).with_name("host_rank.py")
-RANKS = 4
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,7 +32,7 @@ pytestmark = [
 
 @dataclass(frozen=True, kw_only=True)
 class Stranger:
-    """A script: the folder of its clone that it runs in, its file or module, its arguments."""
+    """A script: the folder of its clone that it runs in, its file or module, its arguments, how many ranks."""
 
     folder: str
     script: str = ""
@@ -39,6 +40,7 @@ class Stranger:
     arguments: tuple[str, ...] = ()
     step: int = 2
     times: int = 2
+    ranks: int = 4
 
 
 _SHORT = (
@@ -47,7 +49,9 @@ _SHORT = (
 )  # fmt: skip
 
 
-def _torchtitan(*options: str, model: str = "llama3", batch: int = 1, length: int = 64) -> Stranger:
+def _torchtitan(
+    *options: str, model: str = "llama3", batch: int = 1, length: int = 64, ranks: int = 4
+) -> Stranger:
     """torchtitan's debug model under a plan."""
     config = ("--job.config_file", f"torchtitan/models/{model}/train_configs/debug_model.toml")
     sizes = ("--training.local_batch_size", str(batch), "--training.seq_len", str(length))
@@ -55,6 +59,7 @@ def _torchtitan(*options: str, model: str = "llama3", batch: int = 1, length: in
         folder="torchtitan",
         module="torchtitan.train",
         step=3,  # it logs after the first and the last
+        ranks=ranks,
         arguments=(*config, *_SHORT, *sizes, *options),
     )
 
@@ -93,6 +98,10 @@ STRANGERS = {
     ),
     "torchtitan debug model, TP 2": _torchtitan("--parallelism.tensor_parallel_degree", "2"),
     "torchtitan debug model, TP 4": _torchtitan("--parallelism.tensor_parallel_degree", "4"),
+    "torchtitan debug model, TP 8": _torchtitan("--parallelism.tensor_parallel_degree", "8", ranks=8),
+    "torchtitan debug model, HSDP 2 x TP 2 x FSDP 2": _torchtitan(
+        "--parallelism.data_parallel_replicate_degree", "2", "--parallelism.tensor_parallel_degree", "2", ranks=8
+    ),
     # The kernel of attention in fp32 has parts of 32 positions, of which each rank has two.
     "torchtitan debug model, CP 4": _torchtitan("--parallelism.context_parallel_degree", "4", length=256),
     # Tokens go to all experts alike, as a capture takes it.
@@ -104,7 +113,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_what_is_captured_is_what_four_ranks_do(
+def test_what_is_captured_is_what_real_ranks_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     stranger = STRANGERS[name]
@@ -127,11 +136,109 @@ def test_what_is_captured_is_what_four_ranks_do(
         else Script(path=folder / stranger.script, **told)
     )
     what = ["-m", stranger.module] if stranger.module else [str(folder / stranger.script)]
-    real = traced(RANK, RANKS, tmp_path, *what, *stranger.arguments, at=folder)
+    real = traced(RANK, stranger.ranks, tmp_path, *what, *stranger.arguments, at=folder)
     adapter = TorchAdapter()  # stages of a pipeline tell each other their shapes
-    for rank in range(RANKS):
-        step = calls_of(run_script(script, World(rank=rank, size=RANKS, local_size=RANKS), adapter))
+    for rank in range(stranger.ranks):
+        world = World(rank=rank, size=stranger.ranks, local_size=stranger.ranks)
+        step = calls_of(run_script(script, world, adapter))
         # Who traces a script that it is not told the modules of takes what is recomputed for backward.
         done = [(*call[:-1], "") for call in real[rank]]
         assert step
         assert repeats(step, done, stranger.times), (rank, step[:3], done[-3:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hybrid:
+    """HSDP of a model of layers: a row of `benchmarks/strangers.toml`, and sizes as its authors give them.
+
+    Attributes:
+        row: of the benchmark.
+        ranks: of the world.
+        local: GPUs of a machine.
+        layers: of the model.
+        layer: elements of one.
+        others: what is a unit outside of the layers: its elements, and how often a step gathers it.
+        reduced_bytes: of an element as it is reduced; it is gathered in 16 bits.
+        micro_batches: of a step.
+    """
+
+    row: str
+    ranks: int
+    local: int
+    layers: int
+    layer: int
+    others: tuple[tuple[int, int], ...]
+    reduced_bytes: int = 2
+    micro_batches: int = 1
+
+    def closed_form(self) -> Counter[tuple[str, int, int]]:
+        """(operation, ranks of its group, bytes) -> calls of a step.
+
+        A layer is gathered for the forward and the backward pass of each micro-batch. Once a step its gradients
+        are scattered within a machine, and each rank's share of them is added up over the machines.
+        """
+        found = Counter[tuple[str, int, int]]()
+        for elements, units, gathers in [
+            (self.layer, self.layers, 2 * self.micro_batches),
+            *((elements, 1, gathers) for elements, gathers in self.others),
+        ]:
+            reduced = elements * self.reduced_bytes
+            found["all_gather", self.local, 2 * elements] += units * gathers
+            found["reduce_scatter", self.local, reduced] += units
+            found["all_reduce", self.ranks // self.local, reduced // self.local] += units
+        return found
+
+
+def _llama(width: int, heads_of_keys: int, hidden: int) -> int:
+    """Elements of a layer: queries and output, keys and values, the three of the feed-forward, two norms."""
+    return 2 * width**2 + 2 * width * heads_of_keys + 3 * width * hidden + 2 * width
+
+
+def _pythia(width: int) -> int:
+    """Elements of a layer, with biases: of attention, of a feed-forward four times as wide, of two norms."""
+    return 3 * width * (width + 1) + width * (width + 1) + 8 * width**2 + 5 * width + 4 * width
+
+
+HYBRID = {
+    "fms-fsdp": Hybrid(
+        row="fms-fsdp Llama, HSDP", ranks=64, local=8, layers=24, layer=_llama(2048, 512, 6144),
+        others=((2 * 32_000 * 2048 + 2048, 1),),
+    ),
+    # Under the first FSDP the root stays gathered from a forward pass to its backward pass.
+    "Lightning (litgpt)": Hybrid(
+        row="litgpt pretrain, HSDP", ranks=64, local=8, layers=6, layer=_pythia(128),
+        others=((2 * 50_304 * 128 + 2 * 128, 2),), micro_batches=2,
+    ),
+    # The last norm and the output are needed again at once, and stay.
+    "torchtitan": Hybrid(
+        row="torchtitan debug model, HSDP", ranks=8, local=4, layers=6, layer=_llama(256, 256, 768),
+        others=((2048 * 256, 2), (2048 * 256 + 256, 1)), reduced_bytes=4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_hybrid_sharding_communicates_the_bytes_of_its_closed_form(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    hybrid, folder = HYBRID[name], Path(CLONES).resolve()
+    row = next(row for row in strangers.scripts(strangers.ROWS.read_text()) if row["name"] == hybrid.row)
+    clone = folder / strangers.clone(row)
+    if not clone.is_dir():
+        pytest.skip(f"no clone in {clone}")
+    monkeypatch.chdir(clone)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    arguments = tuple(x.format(data=folder / "data") for x in (*row["arguments"], *row.get("more", ())))
+    script = (
+        Script.of_module(row["module"], arguments=arguments)
+        if "module" in row
+        else Script(path=clone / row["script"], arguments=arguments)
+    )
+    for rank in (0, hybrid.ranks - 1):
+        world = World(rank=rank, size=hybrid.ranks, local_size=hybrid.local)
+        calls = calls_of(run_script(script, world, TorchAdapter()))
+        within = tuple(range(rank - rank % hybrid.local, rank - rank % hybrid.local + hybrid.local))
+        between = tuple(range(rank % hybrid.local, hybrid.ranks, hybrid.local))
+        moved = [call for call in calls if call[1] in (within, between) and call[2] >= 1024]
+        assert Counter((op, len(group), size) for op, group, size, *_ in moved) == hybrid.closed_form()
+        assert {group for op, group, *_ in moved if op == "all_reduce"} == {between}
