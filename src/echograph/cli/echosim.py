@@ -284,7 +284,8 @@ def plan_command(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best as a plan file.")] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write a page of the best and why the rest lose: one file, which loads nothing.")
+        Path | None,
+        typer.Option(help="Write a page of the best and why the rest lose: one file, which loads nothing."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -300,7 +301,9 @@ def plan_command(
     targets = [parse_target(text) for text in write or ()]
     files = {"--output": output, "--html": html, **{f"--write {name}": path for name, path in targets}}
     if compare_clusters is not None and (targets or output or html or "cluster" in plan):
-        raise UsageError("--compare-clusters: writes no plan or page, and takes no --cluster: leave the others out")
+        raise UsageError(
+            "--compare-clusters: writes no plan or page, and takes no --cluster: leave the others out"
+        )
     check_outputs({"the graph": graph}, files)
     if moves is not None:
         asked = (fix, over, write, output, html, compare_clusters, objective, max_memory, limit, journal)

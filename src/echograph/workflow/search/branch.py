@@ -205,6 +205,7 @@ class SearchResult:
         node: GPUs of a node.
         layers: of the model.
         dtype: of its forward pass.
+        master_weights: whether its optimizer keeps fp32 copies of 16-bit parameters.
     """
 
     model: str
@@ -221,6 +222,7 @@ class SearchResult:
     node: int
     layers: int
     dtype: str
+    master_weights: bool
 
     @property
     def alike(self) -> int:
@@ -255,6 +257,7 @@ class SearchResult:
             micro_batches=one.record["global_batch"] // (data * micro),
             layers=self.layers,
             dtype=one.record.get("precision", self.dtype),
+            master_weights=self.master_weights,
         )
 
     def __str__(self) -> str:
@@ -602,6 +605,7 @@ def search(
         node=system.cluster.gpus_per_node,
         layers=among.facts.layers,
         dtype=graph.workload.dtype.text,
+        master_weights=graph.workload.master_weights,
     )
 
 
