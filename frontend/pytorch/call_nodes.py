@@ -306,7 +306,7 @@ _LOOKED_UP = {
     "nll_loss_forward": "self",
     "nll_loss2d_forward": "self",
 }
-# Operators that write a part of `self`: the argument that says how much, and whether they always add to it.
+# Operators that write a part of what they give: the argument that says how much, and whether they always add to it.
 _WRITTEN_IN_PART = {
     "index_put_": ("values", False),
     "_index_put_impl_": ("values", False),
@@ -314,6 +314,7 @@ _WRITTEN_IN_PART = {
     "scatter_add_": ("src", True),
     "index_add_": ("source", True),
     "index_copy_": ("source", False),
+    "all_gather_copy_in": ("all_gather_inputs", False),  # FSDP's, of a rank's part of what is gathered
 }
 # Arguments of which an operator needs no value: they give a shape, or are overwritten.
 _NOT_READ = {
@@ -325,6 +326,7 @@ _NOT_READ = {
     "bernoulli_": ("self",),
     "normal_": ("self",),
     "uniform_": ("self",),
+    "all_gather_copy_in": ("all_gather_output",),
 }
 
 
@@ -362,7 +364,7 @@ def bytes_moved(node: Node) -> tuple[int, int]:
 
 def _partial_write(node: Node) -> tuple[int, int]:
     amount, adds = _WRITTEN_IN_PART[plain_name(node)]
-    named = arguments(node)
+    named = read_arguments(node)
     written = _total(named.get(amount))
     others = _total([value for name, value in named.items() if name != "self"])
     return others + (written if adds or named.get("accumulate") else 0), written

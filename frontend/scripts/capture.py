@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
-from echograph.frontend.pytorch.annotate import FQN, GRADIENT_OF, MODULE, PHASE, ROLE, VAL
+from echograph.frontend.pytorch.annotate import FQN, GRADIENT_OF, MODULE, PHASE, RECOMPUTE, ROLE, VAL
 from echograph.frontend.pytorch.call_nodes import is_allocation, is_getitem, is_in_place, is_view, qualified_name
 from echograph.frontend.pytorch.lower import DTYPES, PHASES, GraphLowering, Order
 from echograph.frontend.pytorch.shapes import Results
@@ -49,7 +49,7 @@ from echograph.ir.columns import NONE
 from echograph.ir.formats import Imported
 from echograph.ir.graph import Axis, JobGraph, Workload
 from echograph.ir.passes.annotate import Annotate
-from echograph.ir.passes.fuse import KernelRegion, fuse_regions
+from echograph.ir.passes.fuse import COMPILED, KernelRegion, fuse_regions
 from echograph.ir.passes.kernels import SUFFIX
 from echograph.ir.passes.model import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD, count_job_flops
 from echograph.ir.types import (
@@ -253,6 +253,22 @@ def lower_job(
     return fuse_regions(job, regions) if any(regions) else job
 
 
+def _left_out(graph: Graph) -> set[Node]:
+    """What a checkpoint within a compiled region recomputes and nothing reads, as a layer's last product.
+
+    A checkpoint by itself runs its function again up to the last result that backward wants, or to the end; a
+    compiler has both passes before it, and runs what is read.
+    """
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        region = node.meta.get(REGION)
+        if node.meta.get(PHASE) == RECOMPUTE and region is not None and region.maker == COMPILED:
+            acts = node.target is not operator.getitem and (COMMUNICATION in node.meta or is_in_place(node))
+            if not acts and found.issuperset(node.users):
+                found.add(node)
+    return found
+
+
 def _price(seconds: dict[int, float], work: float, made: range) -> None:
     """Gives the host's work before an operator to the first operation that it became.
 
@@ -304,6 +320,7 @@ class _Rank(GraphLowering):
         self._ends: list[tuple[int, int]] = []
         self._graphs: set[tuple[object, ...]] = set()
         self._issued: tuple[Duration, ...] = ()
+        self._left_out = _left_out(run.recorder.graph)
 
     def calls(self, begin: int) -> list[tuple[int, int, int, int, int]]:
         """Its operations as calls, one for each stretch of a micro-batch."""
@@ -362,9 +379,9 @@ class _Rank(GraphLowering):
             self._wait_for_work(node)
         elif COMMUNICATION in node.meta and node.target is not operator.getitem:
             self._communicate(node)
-        else:
+        elif node not in self._left_out:
             super().add(node)
-        if node.target not in _WAITS and COMMUNICATION not in node.meta:
+        if node.target not in _WAITS and COMMUNICATION not in node.meta and node not in self._left_out:
             for launch in beside(node, self._deterministic, self._fills):
                 self._launch(node, launch)
         self.regions += [node.meta.get(REGION)] * (self.builder.op_count() - before)

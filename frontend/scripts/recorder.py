@@ -56,7 +56,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
-from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIMIZER, PHASE
+from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIMIZER, PHASE, RECOMPUTE
 from echograph.frontend.pytorch.call_nodes import is_allocation, is_in_place
 from echograph.frontend.pytorch.known_values import exchanged
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
@@ -687,7 +687,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             if self.phase == BACKWARD:
                 made[BACKWARD_PASS] = self._backward_pass
         made |= {key: value for key, value in self._context.items() if key in _CONTEXT}
-        if REGION not in made and made[PHASE] == BACKWARD and (of := self._differentiated(node)) is not None:
+        # A checkpoint within a region runs again when its backward pass does, and is compiled with that.
+        of_backward = REGION not in made and made[PHASE] in (BACKWARD, RECOMPUTE)
+        if of_backward and (of := self._differentiated(node)) is not None:
             made[REGION] = self._backward_region(of)
         if self._graph_of is not None and made[PHASE] != OPTIMIZER:
             made[GRAPH] = self._graph_of(made[MODULE])

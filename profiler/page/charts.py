@@ -133,7 +133,11 @@ def histogram(values: _Floats, unit: str) -> str:
     return said + _svg(_HEIGHT + 36, parts)
 
 
-def ranges(rows: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
+def ranges(
+    rows: Sequence[tuple[str, Sequence[float]]],
+    unit: str,
+    said: str = "Least to largest, the middle half, the median",
+) -> str:
     """For each row where its values lie: a line from the least to the largest, a box around the middle half.
 
     The scale is logarithmic where all values are above 0 and span a hundredfold or more.
@@ -141,6 +145,7 @@ def ranges(rows: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
     Args:
         rows: label and five values: least, quartiles, largest.
         unit: of the values.
+        said: what these are.
     """
     known = np.array([values for _, values in rows if np.isfinite(values).all()])
     if not known.size:
@@ -153,10 +158,10 @@ def ranges(rows: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
     for at, (label, values) in enumerate(drawn):
         y = at * _ROW
         least, first, middle, third, most = (98 * _share(value, low, high, ratio=ratio) for value in values)
-        said = measure(values[2], unit)
+        shown = measure(values[2], unit)
         told = escape(f"{label}: " + ", ".join(measure(value, unit) for value in values))
         parts.append(_label(label, y))
-        parts.append(f'<text class="muted" x="100%" y="{y + _TEXT}" text-anchor="end">{escape(said)}</text>')
+        parts.append(f'<text class="muted" x="100%" y="{y + _TEXT}" text-anchor="end">{escape(shown)}</text>')
         parts.append(f'<rect class="empty" x="0" y="{y + 18}" width="100%" height="{_BAR}"/>')
         for x, wide, tall, colour in (
             (least, most - least, 2, 8),
@@ -170,7 +175,7 @@ def ranges(rows: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
     foot = len(drawn) * _ROW
     parts += _ends(low, high, unit, foot + _TEXT)
     scale = ", logarithmic" if ratio else ""
-    return f'<p class="note">Least to largest, the middle half, the median{scale}.</p>' + _svg(foot + 20, parts)
+    return f'<p class="note">{escape(said)}{scale}.</p>' + _svg(foot + 20, parts)
 
 
 def points(

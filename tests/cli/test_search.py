@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,20 @@ def test_what_is_wrong_is_one_line(cli: Any, graph: Path, asked: tuple[Any, ...]
     outcome = cli("echosim", "plan", graph, *asked)
     assert outcome.status == 2
     assert said in outcome.err and outcome.err.count("\n") == 1
+
+
+def test_a_search_writes_a_page(cli: Any, graph: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    asked = ("--gpus", 8, "--global-batch", 64, "--tp", 1, "--fix", "recompute=none", "--html", page)
+    told = cli("echosim", "plan", graph, *asked, "--json").json()
+    text = page.read_text()
+    for title in ("The best", "How sure their order is", "Step, memory and GPUs", "Why the others lose"):
+        assert f"<h2>{title}</h2>" in text
+    within = json.loads(text.partition('id="plan">')[2].partition("</script>")[0])
+    assert within | {"wall_s": 0} == told | {"wall_s": 0}
+    for one in told["best"]:
+        assert text.count(f"--micro-batch {one['options']['micro-batch']}") >= 2
+    assert "http" not in text.replace("http-equiv", "")
 
 
 def test_a_sweep_writes_a_table_and_a_page(cli: Any, graph: Path, tmp_path: Path) -> None:

@@ -283,6 +283,10 @@ def plan_command(
         Path | None, typer.Option(help="Keep predicted plans in this file, and go on from those that it has.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best as a plan file.")] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page of the best and why the rest lose: one file, which loads nothing."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find the best plans: of every way to spread the step that divides and fits in memory, the fastest."""
@@ -295,12 +299,14 @@ def plan_command(
     from echograph.workflow.search.writers import parse_target
 
     targets = [parse_target(text) for text in write or ()]
-    files = {"--output": output, **{f"--write {name}": path for name, path in targets}}
-    if compare_clusters is not None and (targets or output or "cluster" in plan):
-        raise UsageError("--compare-clusters: writes no plan and takes no --cluster: leave the others out")
+    files = {"--output": output, "--html": html, **{f"--write {name}": path for name, path in targets}}
+    if compare_clusters is not None and (targets or output or html or "cluster" in plan):
+        raise UsageError(
+            "--compare-clusters: writes no plan or page, and takes no --cluster: leave the others out"
+        )
     check_outputs({"the graph": graph}, files)
     if moves is not None:
-        asked = (fix, over, write, output, compare_clusters, objective, max_memory, limit, journal)
+        asked = (fix, over, write, output, html, compare_clusters, objective, max_memory, limit, journal)
         if any(asked) or top != 10 or training_options.tokens or where != WorkerOptions():
             raise UsageError("--moves: begins with the plan of the options, and takes nothing of a search besides")
         _improve(graph, Plan(**plan), system_options, scenario, moves, as_json)
@@ -331,6 +337,10 @@ def plan_command(
     text = "\n".join([str(found), *([] if whole is None else ["", "  of the first", str(whole)])])
     print_json(record) if as_json else print_text(text)
     _write_plans(found, output, targets)
+    if html is not None:
+        from echograph.workflow.report.search import search_page
+
+        write_text(html, search_page(found), "page: open it in a browser")
     if found.ended == "interrupt":
         raise KeyboardInterrupt
 

@@ -103,6 +103,32 @@ gate = Gate.apply
     assert not [name for name in names(job, Phase.BACKWARD) if name.startswith("compiled.")]
 
 
+CHECKPOINTED = """
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+class Checkpointed(nn.Module):
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def forward(self, x):
+        with set_checkpoint_early_stop(False):
+            return checkpoint(self.of, x, use_reentrant=False)
+"""
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_checkpoint_within_what_is_compiled_runs_again_what_is_read(tmp_path: Path, compiles: bool) -> None:
+    """As torchtitan's: each layer is checkpointed and then compiled, so that its last product is not run again."""
+    wrapped = "Checkpointed(Layer())"
+    made = f"torch.compile({wrapped})" if compiles else wrapped
+    attend = f"if _ == 0: model = {made}.cuda(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+    again = names(captured(tmp_path, gate=CHECKPOINTED, attend=attend), Phase.RECOMPUTE)
+    assert again.count("aten.mm") == (1 if compiles else 2)
+    assert any(name.startswith("compiled.") for name in again) is compiles
+    assert ("aten.tanh" in again) is not compiles
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_deterministic_algorithms_fill_memory_and_fix_an_order(tmp_path: Path, fixed: bool) -> None:
     attend = (

@@ -153,6 +153,25 @@ def test_accelerate_is_of_the_kind_that_the_plan_needs(plan: Plan, kind: str) ->
     assert (config["num_processes"], config["num_machines"]) == (64, 8)
 
 
+@pytest.mark.parametrize(
+    ("plan", "dtype", "mixed"),
+    [
+        (Plan(gpus=8), "bf16", "no"),
+        (Plan(gpus=8), "fp32", "no"),
+        (Plan(gpus=8, zero=2), "bf16", "bf16"),
+        (Plan(gpus=8, zero=3), "bf16", "bf16"),
+    ],
+)
+def test_accelerate_casts_where_it_keeps_fp32_weights_in_shards(plan: Plan, dtype: str, mixed: str) -> None:
+    """Of replicas its mixed precision is autocast, which is another step: the script makes a 16-bit model."""
+    for master in (True, False):
+        told, notes = written("accelerate", plan, sizes(plan, dtype=dtype, master_weights=master))
+        assert yaml.safe_load(told)["mixed_precision"] == mixed
+        of_script = [note for note in notes if f"makes the model in {dtype}" in note]
+        assert len(of_script) == (plan.zero == 0 and dtype == "bf16")
+        assert all(("fp32 copies" in note) is master for note in of_script)
+
+
 def test_accelerate_reads_it(tmp_path: Path) -> None:
     read = pytest.importorskip("accelerate.commands.config.config_args", reason="needs accelerate")
     path = tmp_path / "config.yaml"

@@ -41,6 +41,7 @@ from echograph.workflow.workers import HERE, WorkerOptions, Workers, workers
 _PLAIN = Scenario()
 _NONE: Mapping[str, tuple[Any, ...]] = {}
 TOP = 10
+MOST_REASONS = 3
 ONE_SAMPLE = (
     "micro-batches of one sample alone are searched: the graph was captured with one, which does not show what "
     "grows with samples; compile it with --batch-size 2 to have others"
@@ -161,6 +162,29 @@ class Losers:
             "not_reached": self.not_reached,
         }
 
+    def reasons(self) -> Iterator[tuple[int, str]]:
+        """How many plans lose, and why, for people."""
+        nearest = "" if self.nearest is None else f" ({in_words(self.nearest)})"
+        lacks = format_bytes(self.least_missing_bytes)
+        known = (
+            (self.slower, "slower, predicted"),
+            (self.too_slow, "take too long"),
+            (self.slower_by_bound, "slower by their bound: their kernels alone take longer"),
+            (
+                self.too_large_by_bound + self.too_large,
+                f"do not fit in memory: the nearest lacks {lacks}{nearest}",
+            ),
+        )
+        yield from ((count, reason) for count, reason in known if count)
+        for what, counts in (("", self.refused), ("choices left out: ", self.divides)):
+            common = counts.most_common(MOST_REASONS)
+            yield from ((count, what + reason) for reason, count in common)
+            if len(counts) > MOST_REASONS:
+                rest = sum(counts.values()) - sum(count for _, count in common)
+                yield rest, f"{what}for {len(counts) - MOST_REASONS} other reasons"
+        if self.not_reached:
+            yield self.not_reached, "not looked at any more"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
@@ -181,6 +205,7 @@ class SearchResult:
         node: GPUs of a node.
         layers: of the model.
         dtype: of its forward pass.
+        master_weights: whether its optimizer keeps fp32 copies of 16-bit parameters.
     """
 
     model: str
@@ -197,6 +222,7 @@ class SearchResult:
     node: int
     layers: int
     dtype: str
+    master_weights: bool
 
     @property
     def alike(self) -> int:
@@ -206,6 +232,15 @@ class SearchResult:
         high = self._figure(self.best[0], 1)
         found = [at for at, one in enumerate(self.best) if self._figure(one, 0) > high]
         return found[0] if found else len(self.best)
+
+    @property
+    def proof(self) -> str:
+        """Whether others may be better, in words."""
+        return {
+            "": "proven: no other plan of the space is better",
+            "time": "the time was over: others may be better",
+            "interrupt": "interrupted: others may be better",
+        }[self.ended]
 
     def _figure(self, one: Candidate, end: int) -> float:
         """What the plan is held against others by, at an end of its step's interval."""
@@ -222,6 +257,7 @@ class SearchResult:
             micro_batches=one.record["global_batch"] // (data * micro),
             layers=self.layers,
             dtype=one.record.get("precision", self.dtype),
+            master_weights=self.master_weights,
         )
 
     def __str__(self) -> str:
@@ -569,6 +605,7 @@ def search(
         node=system.cluster.gpus_per_node,
         layers=among.facts.layers,
         dtype=graph.workload.dtype.text,
+        master_weights=graph.workload.master_weights,
     )
 
 
@@ -593,81 +630,46 @@ def _nothing(state: _Search, system: System, most_step_s: float) -> PlanError:
     return PlanError(f"no plan is left of {state.considered:,}{why}")
 
 
-MOST_REASONS = 3
-
-
 def _lines(found: SearchResult) -> Iterator[str]:
     gpus = sorted({one.gpus for one in (*found.best, *found.front)})
     many = f"{' or '.join(map(str, gpus))} GPUs of " if gpus else ""
     yield f"{found.model} on {many}{found.cluster} ({found.device})"
-    proof = {
-        "": "proven: no other plan of the space is better",
-        "time": "the time was over: others may be better",
-        "interrupt": "interrupted: others may be better",
-    }
-    yield f"  searched      {found.considered:,} plans, {found.simulated:,} predicted ({proof[found.ended]})"
+    yield f"  searched      {found.considered:,} plans, {found.simulated:,} predicted ({found.proof})"
     if found.best:
         yield ""
-        yield _table(found, found.best)
+        yield text_table(*table(found, found.best))
         if found.alike > 1:
             yield f"  the first {found.alike} cannot be told apart: their 90 % intervals overlap with the first's"
     if found.front:
         yield ""
         yield f"  no other of the {found.simulated:,} predicted is as fast, as small and on as few GPUs as these:"
-        yield _table(found, found.front)
+        yield text_table(*table(found, found.front))
     yield ""
     yield "  the others"
-    yield from _losers(found.losers)
+    yield from (f"    {count:>9,} {reason}" for count, reason in found.losers.reasons())
 
 
-def _table(found: SearchResult, shown: Sequence[Candidate]) -> str:
+def table(found: SearchResult, shown: Sequence[Candidate]) -> tuple[list[str], list[list[str]]]:
+    """Titles and cells of plans that a search found, as texts; the plan is the last column."""
     several = len({one.gpus for one in (*found.best, *found.front)}) > 1
-    step = found.objective.name in ("step", "tokens-per-s")
-    titles = [
-        "",
-        "step",
-        "90 % interval",
-        "tokens/s",
-        "MFU",
-        "allocated",
-        "in all",
-        *([] if step else [found.objective.unit]),
-        "plan",
-    ]
+    leave = ("cluster", "global-batch") if several else ("cluster", "global-batch", "gpus")
+    figure = [] if found.objective.name in ("step", "tokens-per-s") else [found.objective.unit]
+    rate = "tokens/s" if any(one.tokens_per_s for one in shown) else "samples/s"
+    titles = ["", "step", "90 % interval", rate, "MFU", "allocated", "in all", *figure, "plan"]
     rows = []
     for at, one in enumerate(shown, 1):
-        low, high = (format_time(round(bound * 1e12)) for bound in one.interval_s)
-        leave = ("cluster", "global-batch") if several else ("cluster", "global-batch", "gpus")
-        rate = one.tokens_per_s or one.samples_per_s
-        cells = [str(at), format_time(round(one.step_s * 1e12)), f"{low} to {high}", format_count(rate)]
-        cells += ["-" if one.mfu is None else f"{one.mfu:.1%}"]
-        cells += [format_bytes(one.peak_bytes), format_bytes(one.device_bytes)]
+        step, low, high = (format_time(round(value * 1e12)) for value in (one.step_s, *one.interval_s))
         rows.append(
             [
-                *cells,
-                *([] if step else [found.objective.shown(one.value)]),
+                str(at),
+                step,
+                f"{low} to {high}",
+                format_count(one.tokens_per_s or one.samples_per_s),
+                "-" if one.mfu is None else f"{one.mfu:.1%}",
+                format_bytes(one.peak_bytes),
+                format_bytes(one.device_bytes),
+                *([found.objective.shown(one.value)] if figure else []),
                 in_words(one.plan, leave) or "data-parallel",
             ]
         )
-    return text_table(titles, rows)
-
-
-def _losers(losers: Losers) -> Iterator[str]:
-    if losers.slower:
-        yield f"    {losers.slower:>9,} slower, predicted"
-    if losers.too_slow:
-        yield f"    {losers.too_slow:>9,} take too long"
-    if losers.slower_by_bound:
-        yield f"    {losers.slower_by_bound:>9,} slower by their bound: their kernels alone take longer"
-    if count := losers.too_large_by_bound + losers.too_large:
-        nearest = "" if losers.nearest is None else f" ({in_words(losers.nearest)})"
-        lacks = format_bytes(losers.least_missing_bytes)
-        yield f"    {count:>9,} do not fit in memory: the nearest lacks {lacks}{nearest}"
-    for what, counts in (("", losers.refused), ("choices left out: ", losers.divides)):
-        for reason, count in counts.most_common(MOST_REASONS):
-            yield f"    {count:>9,} {what}{reason}"
-        if len(counts) > MOST_REASONS:
-            rest = sum(counts.values()) - sum(count for _, count in counts.most_common(MOST_REASONS))
-            yield f"    {rest:>9,} {what}for {len(counts) - MOST_REASONS} other reasons"
-    if losers.not_reached:
-        yield f"    {losers.not_reached:>9,} not looked at any more"
+    return titles, rows

@@ -32,6 +32,7 @@ class PlanSizes:
         micro_batches: of a data-parallel rank.
         layers: of the model.
         dtype: in which it computes, "bf16" as a rule.
+        master_weights: whether the optimizer keeps fp32 copies of 16-bit parameters.
     """
 
     gpus: int
@@ -41,6 +42,7 @@ class PlanSizes:
     micro_batches: int
     layers: int
     dtype: str
+    master_weights: bool = True
 
     @property
     def global_batch(self) -> int:
@@ -357,6 +359,11 @@ def _accelerate(of: _Asked) -> str:
     elif plan.zero:
         deepspeed = {"zero_stage": plan.zero, "gradient_accumulation_steps": sizes.micro_batches}
         config |= {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed}
+    if config["distributed_type"] == "MULTI_GPU" and precision != "fp32":
+        # Its mixed precision of replicas is autocast: fp32 weights, cast at each use, and gradients in fp32.
+        config["mixed_precision"] = "no"
+        copies = " and gives it an optimizer with fp32 copies" if sizes.master_weights else ""
+        of.note(f"the script makes the model in {precision}{copies}: mixed precision here would be another step")
     if config["distributed_type"] in ("MULTI_GPU", "DEEPSPEED") and of.get("recompute") != "none":
         of.note(f"recomputation ({plan.recompute}) is the model's to do: gradient_checkpointing_enable()")
     of.note(f"the script gives the batch: {sizes.micro_batch} samples, {sizes.micro_batches} micro-batches a step")
