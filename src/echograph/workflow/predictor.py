@@ -73,13 +73,16 @@ class Predictor:
         graph: one step on one device.
         system: where it runs.
         scenario: what is asked beyond that.
+
+    Attributes:
+        steps: what passes leave of the graph.
     """
 
     def __init__(self, graph: StepGraph, system: System, scenario: Scenario | None = None) -> None:
         self.graph = graph
         self.system = system
         self.scenario = scenario or Scenario()
-        self._steps = SharedSteps(graph)
+        self.steps = SharedSteps(graph)
         self._stages: dict[tuple[str, ...], StagesAlike] = {}
         self._structures: dict[Hashable, StagesAlike] = {}
         self._replicas: dict[Hashable, tuple[ReplicasAlike, ...]] = {}
@@ -119,7 +122,7 @@ class Predictor:
     def _shared(self, plan: Plan) -> tuple[StepGraph, tuple[Pass, ...]]:
         """The step that the passes of a plan leave before they make a job of it, and those that do."""
         before, rest = split_at_job(plans.passes(plan, self.graph.workload, self.system.cluster))
-        return self._steps.after(before), rest
+        return self.steps.after(before), rest
 
     def _step(self, plan: Plan) -> Result:
         """The step alone, put together from passes that differ.

@@ -131,15 +131,18 @@ class Bounds:
         graph: the step.
         system: where it runs.
         scenario: what is asked beyond that; where it makes work shorter, bounds are as much lower.
+        steps: what passes leave of the graph, for those who predict its plans, too; None: for the bounds alone.
     """
 
-    def __init__(self, graph: StepGraph, system: System, scenario: Scenario) -> None:
+    def __init__(
+        self, graph: StepGraph, system: System, scenario: Scenario, steps: SharedSteps | None = None
+    ) -> None:
         self.graph, self.system = graph, system
         of_kernels = (s.factor for s in scenario.scales if not s.selector.startswith(_NOT_OF_KERNELS))
         self.shorter = min([1.0, *of_kernels])
         # Another network, or communication that is made shorter, may let kernels wait less.
         self.network = NetworkModel(system.cluster) if scenario == Scenario() and not system.profile else None
-        self._shared, self._costs = SharedSteps(graph), Known()
+        self._shared, self._costs = steps or SharedSteps(graph), Known()
         self._steps: dict[Hashable, StepCost | EchoError] = {}
         self._least_ps: dict[Hashable, float] = {}
         self._keeps: dict[tuple[int, str], float] = {}

@@ -270,7 +270,7 @@ class Question:
     def __call__(self) -> Callable[[PlanPoint], PlanAnswer]:
         """What answers points."""
         predictor = Predictor(self.graph, self.system, self.scenario)
-        bounds = Bounds(self.graph, self.system, self.scenario)
+        bounds = Bounds(self.graph, self.system, self.scenario, predictor.steps)
         aim = objective_named(self.objective, self.system, self.scenario, self.most_step_s)
 
         def answer(point: PlanPoint) -> PlanAnswer:
