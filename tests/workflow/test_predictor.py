@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 from echograph.errors import EchoError
 from echograph.ir import serde
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.base import run, split_at_job
 from echograph.simulator.engine import composed
-from echograph.workflow.plan import Plan
+from echograph.workflow.plan import Plan, passes
 from echograph.workflow.predict import predict
 from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
+from echograph.workflow.shared import SharedSteps
 from echograph.workflow.system import System
 
 GRAPHS = Path(__file__).parents[1] / "golden" / "predictions" / "graphs"
@@ -169,3 +172,42 @@ def test_what_cannot_be_put_together_is_refused() -> None:
         predictor("mixtral")._step(plan)
     whole, _ = predict(graph("mixtral"), plan, System("dgx-h100"), memory=False)
     assert predictor("mixtral").predict(plan, memory=False, interval=False).step_ps == whole.step_ps
+
+
+def test_steps_that_begin_with_the_same_passes_are_shared() -> None:
+    step = graph("llama")
+    shared, system = SharedSteps(step), System("dgx-h100")
+    plan = Plan(gpus=4, tp=2, recompute="full", global_batch=4 * step.workload.batch_size)
+    before = [
+        split_at_job(passes(one, step.workload, system.cluster))[0]
+        for one in (plan, replace(plan, cp=2), replace(plan, pp=2))
+    ]
+    first, longer, again = map(shared.after, before)
+    assert again is first and longer is not first
+    assert longer.passes[: len(first.passes)] == first.passes
+    alone = run(step, before[1], to=StepGraph)
+    assert [*serde.encode(longer)] == [*serde.encode(alone)]
+
+
+def test_many_steps_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echograph.workflow.shared.MOST_STEPS", 2)
+    step, system = graph("llama"), System("dgx-h100")
+    shared = SharedSteps(step)
+    plans = [Plan(gpus=tp, tp=tp, global_batch=4 * step.workload.batch_size) for tp in (1, 2, 4)]
+    before = [split_at_job(passes(plan, step.workload, system.cluster))[0] for plan in plans]
+    made = [shared.after(its) for its in before]
+    # What was asked for last is there still, with what it begins with.
+    assert shared.after(before[2]) is made[2] and shared.after(before[0]) is made[0]
+    assert shared.after(before[1]) is not made[1]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_cycles_are_looked_for_as_before(collects: bool) -> None:
+    was = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        plan = Plan(gpus=2, pp=2, global_batch=4 * graph("bert").workload.batch_size)
+        predictor("bert").predict(plan, memory=False, interval=False)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if was else gc.disable)()

@@ -8,7 +8,9 @@ size and placement are timed once for all plans. What of a job cannot be put tog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache, lru_cache
 from math import prod
@@ -34,6 +36,7 @@ from echograph.workflow import plan as plans
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import on_system, predict, simulate
 from echograph.workflow.scenario import Scenario
+from echograph.workflow.shared import SharedSteps
 from echograph.workflow.system import System
 
 
@@ -70,13 +73,16 @@ class Predictor:
         graph: one step on one device.
         system: where it runs.
         scenario: what is asked beyond that.
+
+    Attributes:
+        steps: what passes leave of the graph.
     """
 
     def __init__(self, graph: StepGraph, system: System, scenario: Scenario | None = None) -> None:
         self.graph = graph
         self.system = system
         self.scenario = scenario or Scenario()
-        self._steps: dict[tuple[str, ...], StepGraph] = {}
+        self.steps = SharedSteps(graph)
         self._stages: dict[tuple[str, ...], StagesAlike] = {}
         self._structures: dict[Hashable, StagesAlike] = {}
         self._replicas: dict[Hashable, tuple[ReplicasAlike, ...]] = {}
@@ -100,7 +106,8 @@ class Predictor:
         if memory or interval or self.scenario != Scenario() or not isinstance(self.graph, StepGraph):
             return self._whole(plan, memory)
         try:
-            return self._step(plan)
+            with _uncollected():
+                return self._step(plan)
         except (composed.NotAlike, EchoError):
             return self._whole(plan, memory)
 
@@ -115,13 +122,7 @@ class Predictor:
     def _shared(self, plan: Plan) -> tuple[StepGraph, tuple[Pass, ...]]:
         """The step that the passes of a plan leave before they make a job of it, and those that do."""
         before, rest = split_at_job(plans.passes(plan, self.graph.workload, self.system.cluster))
-        texts, step = tuple(map(pass_text, before)), self.graph
-        for count, one in enumerate(before, 1):
-            made = self._steps.get(texts[:count])
-            if made is None:
-                made = _keep(self._steps, texts[:count], run(step, (one,), to=StepGraph, verify=False))
-            step = made
-        return step, rest
+        return self.steps.after(before), rest
 
     def _step(self, plan: Plan) -> Result:
         """The step alone, put together from passes that differ.
@@ -267,6 +268,18 @@ class Predictor:
             memory=None,
             job=None,
         )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without looking for cycles, which goes through all that is kept each time that a pass made many objects."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _like(step: StepGraph, pipeline: Pipeline) -> tuple[Hashable, str]:

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from echograph.errors import EchoError
+from echograph.errors import EchoError, PlanError
 from echograph.ir.graph import StepGraph
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
@@ -60,6 +60,27 @@ def test_bounds_of_dense_plans_hold(dense: StepGraph, seed: int) -> None:
 
 def test_bounds_of_expert_plans_hold(experts: StepGraph) -> None:
     check(experts, Plan(gpus=16, global_batch=64), OVER, 10)
+
+
+def test_bounds_of_context_parallel_plans_hold(dense: StepGraph) -> None:
+    check(dense, Plan(gpus=16, global_batch=64), OVER | {"cp": (2,), "recompute": ("none", "full")}, 10)
+
+
+def test_rings_are_waited_for(dense: StepGraph) -> None:
+    cost = Bounds(dense, _system("dgx-h100"), Scenario()).step(Plan(gpus=16, cp=2, global_batch=32))
+    assert cost.forward_waits_ps.any()
+
+
+def test_what_others_found_of_a_step_is_taken(dense: StepGraph) -> None:
+    system, plan = _system("dgx-h100"), Plan(gpus=16, tp=2, pp=2, global_batch=32)
+    one, other = (Bounds(dense, system, Scenario()) for _ in range(2))
+    assert not other.knows(plan)
+    other.learn(plan, one.step(plan))
+    assert other.knows(replace(plan, pp=4, zero=1)) and not other.knows(replace(plan, tp=4))
+    assert other.second(plan, 16) == one.second(plan, 16)
+    other.learn(replace(plan, tp=4), PlanError("heads do not divide"))
+    with pytest.raises(PlanError, match="heads"):
+        other.second(replace(plan, tp=4), 16)
 
 
 @pytest.mark.parametrize(

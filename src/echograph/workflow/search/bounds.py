@@ -30,18 +30,18 @@ import numpy.typing as npt
 
 from echograph.errors import EchoError
 from echograph.ir.columns import NONE, Bools, Float64
-from echograph.ir.graph import StepGraph
-from echograph.ir.passes.base import run, split_at_job
-from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.passes.base import split_at_job
 from echograph.ir.passes.pipeline.placement import layer_of
 from echograph.ir.passes.pipeline.schedules import TURNING, ChunkOrder
 from echograph.ir.types import Gemm, OpKind, Phase, TensorRole
 from echograph.models.stacks import Stack, load_stack
-from echograph.profiler.costs.estimate import DTYPE_NAMES
+from echograph.profiler.costs.estimate import DTYPE_NAMES, Known
 from echograph.simulator.durations import NetworkModel, durations
 from echograph.simulator.engine.segments import cut, transfer_matrix, work_of
 from echograph.workflow.plan import Plan, passes, schedule_of, with_kernels, with_stack
 from echograph.workflow.scenario import Scenario
+from echograph.workflow.shared import SharedSteps
 from echograph.workflow.system import System
 
 _STATES = (TensorRole.PARAMETER, TensorRole.OPTIMIZER_STATE)
@@ -66,7 +66,7 @@ _NOT_OF_STEP = frozenset(
 _OF_STEP = tuple(f.name for f in fields(Plan) if f.name not in _NOT_OF_STEP)
 
 
-def _of_step(plan: Plan) -> Hashable:
+def of_step(plan: Plan) -> Hashable:
     """What of a plan says what the step of a rank is."""
     plan = with_stack(plan, load_stack(plan.stack)) if plan.stack else plan
     # Where tokens go once to a node, it counts which ranks are on one.
@@ -131,15 +131,20 @@ class Bounds:
         graph: the step.
         system: where it runs.
         scenario: what is asked beyond that; where it makes work shorter, bounds are as much lower.
+        steps: what passes leave of the graph, for those who predict its plans, too; None: for the bounds alone.
     """
 
-    def __init__(self, graph: StepGraph, system: System, scenario: Scenario) -> None:
+    def __init__(
+        self, graph: StepGraph, system: System, scenario: Scenario, steps: SharedSteps | None = None
+    ) -> None:
         self.graph, self.system = graph, system
         of_kernels = (s.factor for s in scenario.scales if not s.selector.startswith(_NOT_OF_KERNELS))
         self.shorter = min([1.0, *of_kernels])
         # Another network, or communication that is made shorter, may let kernels wait less.
         self.network = NetworkModel(system.cluster) if scenario == Scenario() and not system.profile else None
+        self._shared, self._costs = steps or SharedSteps(graph), Known()
         self._steps: dict[Hashable, StepCost | EchoError] = {}
+        self._least_ps: dict[Hashable, float] = {}
         self._keeps: dict[tuple[int, str], float] = {}
 
     def first(self, chosen: Mapping[str, Any], global_batch: int) -> PlanBound:
@@ -169,15 +174,18 @@ class Bounds:
         Raises:
             EchoError: the plan does not fit the graph.
         """
-        cost = self.step(plan)
+        cost, key = self.step(plan), of_step(plan)
         ranks = gpus // plan.model_ranks
         micro_batch = plan.micro_batch or self.graph.workload.batch_size
         count = (plan.global_batch or plan.pp * ranks * micro_batch) // (ranks * micro_batch)
         shards = gpus // (plan.tp * plan.pp)
         parameters = cost.parameter_bytes / (shards if plan.zero == 3 else 1)
         states = cost.state_bytes / (shards if plan.zero else 1)
+        like = key, plan.pp, plan.vpp, schedule_of(plan), plan.stage_layers, plan.zero == 0, count, _in_pairs(plan)
+        if like not in self._least_ps:
+            self._least_ps[like] = self.shorter * _step_ps(cost, plan, count)
         return PlanBound(
-            step_ps=self.shorter * _step_ps(cost, plan, count),
+            step_ps=self._least_ps[like],
             memory_bytes=(parameters + states) / plan.pp + _kept(cost, plan, count),
         )
 
@@ -187,7 +195,7 @@ class Bounds:
         Raises:
             EchoError: the plan does not fit the graph.
         """
-        key = _of_step(plan)
+        key = of_step(plan)
         if key not in self._steps:
             self._steps[key] = self._made(plan)
         found = self._steps[key]
@@ -195,13 +203,24 @@ class Bounds:
             raise found
         return found
 
+    def knows(self, plan: Plan) -> bool:
+        """Whether a bound of this plan takes no time."""
+        return of_step(plan) in self._steps
+
+    def learn(self, plan: Plan, cost: StepCost | EchoError) -> None:
+        """Takes what other bounds found of the step of one rank, or why there is none."""
+        self._steps[of_step(plan)] = cost
+
     def _made(self, plan: Plan) -> StepCost | EchoError:
         try:
-            of_step, _ = split_at_job(passes(plan, self.graph.workload, self.system.cluster))
-            step = run(self.graph, of_step, to=StepGraph, verify=False)
-            return _cost(step, plan, self.system, self.network if _as_usual(plan) else None)
+            network = self.network if _as_usual(plan) else None
+            return _cost(self._step_of(plan), plan, self.system, network, self._costs)
         except EchoError as error:
             return error
+
+    def _step_of(self, plan: Plan) -> StepGraph:
+        before, _ = split_at_job(passes(plan, self.graph.workload, self.system.cluster))
+        return self._shared.after(before)
 
     def _kept(self, micro_batch: int, recompute: str) -> float:
         """Bytes that the forward pass of a whole micro-batch leaves for the backward pass."""
@@ -209,8 +228,7 @@ class Bounds:
         if key not in self._keeps:
             plan = Plan(micro_batch=micro_batch, recompute=recompute, gpus=1, cluster=self.system.cluster.name)
             try:
-                of_step, _ = split_at_job(passes(plan, self.graph.workload, self.system.cluster))
-                step = run(self.graph, of_step, to=StepGraph, verify=False)
+                step = self._step_of(plan)
                 self._keeps[key] = float((_kept_by_op(step) * step.run_counts()).sum())
             except EchoError:
                 self._keeps[key] = 0.0  # which is said of the plan itself
@@ -265,10 +283,12 @@ def _bytes_of(graph: StepGraph, role: TensorRole) -> Float64:
     return np.asarray(np.where(own, tensors.nbytes * instances, 0.0))
 
 
-def _cost(step: StepGraph, plan: Plan, system: System, network: NetworkModel | None) -> StepCost:
+def _cost(
+    step: StepGraph, plan: Plan, system: System, network: NetworkModel | None, costs: Known
+) -> StepCost:  # fmt: skip
     """What a rank's step takes, by layers; without a network, kernels wait for nothing."""
     said = plan.stack or step.workload.stack
-    timed = system.annotate(with_kernels(step, load_stack(said) if said else Stack(), system.device))
+    timed = system.annotate(with_kernels(step, load_stack(said) if said else Stack(), system.device), costs)
     ops = timed.ops
     known, _, _ = ops.duration_on(system.cluster.device)
     kernels = (ops.kind == OpKind.COMPUTE) & ~ops.is_view & (known != NONE)
@@ -306,13 +326,15 @@ def _waits(step: StepGraph, time: Float64, stream: int, network: NetworkModel) -
         network: what communication takes.
     """
     found = np.zeros(len(step.ops))
+    if not np.isin(step.ops.kind, (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV)).any():
+        return found
+    job = JobGraph(**{its.name: getattr(step, its.name) for its in fields(step)})
     try:
-        job = DataParallel(replicas=1)(step)
         device = durations(job, network.cluster, network=network).picoseconds[:, None]
     except EchoError:
         return found  # which is said of the plan itself
     segments = cut(job)
-    if segments is None or len(job.ops) != len(step.ops):
+    if segments is None:
         return found
     work, lane = work_of(job, device, np.zeros_like(device)), 1 + stream
     phases = np.isin(step.ops.phase, (Phase.BACKWARD, Phase.RECOMPUTE))
@@ -376,8 +398,13 @@ def _chunks(cost: StepCost, plan: Plan) -> list[slice]:
     return [slice(low, high) for low, high in pairwise(ends)]
 
 
+def _in_pairs(plan: Plan) -> bool:
+    """Whether forward and backward passes run as one."""
+    return bool(plan.overlap_moe_expert_parallel_comm)
+
+
 def _step_ps(cost: StepCost, plan: Plan, micro_batches: int) -> float:
-    alone = not plan.overlap_moe_expert_parallel_comm
+    alone = not _in_pairs(plan)
     in_order = schedule_of(plan) in _BACK_IN_ORDER and alone
     forwards = cost.forward_ps + (cost.forward_waits_ps if alone else 0.0)
     backwards = cost.backward_ps + (cost.backward_waits_ps if in_order or (plan.pp == 1 and alone) else 0.0)

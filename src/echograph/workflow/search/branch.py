@@ -11,13 +11,13 @@ import re
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from echograph.errors import EchoError, PlanError, UsageError
 from echograph.ir.graph import JobGraph, StepGraph
@@ -30,7 +30,7 @@ from echograph.units import format_bytes, format_count, format_time
 from echograph.workflow.plan import Plan
 from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.search.bounds import Bounds, PlanBound
+from echograph.workflow.search.bounds import Bounds, PlanBound, StepCost, of_step
 from echograph.workflow.search.objective import Objective
 from echograph.workflow.search.objective import objective as objective_named
 from echograph.workflow.search.space import PlanWords, Space, space
@@ -285,9 +285,17 @@ class SearchResult:
         }
 
 
+Asked = Literal["bound", "step", "whole"]
+"""What is wanted of a plan: what the step of one rank costs, the time of a step, or a candidate."""
+PlanPoint = tuple[int, Plan, Asked]
+"""A plan with its number, and what is wanted of it."""
+PlanAnswer = Candidate | float | StepCost | str
+"""What was wanted, time in seconds; or why the plan is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a worker needs to predict plans; calling it makes the worker."""
+    """What a worker needs to bound and to predict plans; calling it makes the worker."""
 
     graph: StepGraph
     system: System
@@ -295,15 +303,21 @@ class Question:
     objective: str
     most_step_s: float
 
-    def __call__(self) -> Callable[[tuple[int, Plan, bool]], Candidate | float | str]:
-        """What predicts a plan: seconds of its step alone, or a candidate; or why it is none."""
+    def __call__(self) -> Callable[[PlanPoint], PlanAnswer]:
+        """What answers points."""
         predictor = Predictor(self.graph, self.system, self.scenario)
+        bounds = Bounds(self.graph, self.system, self.scenario, predictor.steps)
         aim = objective_named(self.objective, self.system, self.scenario, self.most_step_s)
 
-        def answer(point: tuple[int, Plan, bool]) -> Candidate | float | str:
-            number, plan, whole = point
+        def answer(point: PlanPoint) -> PlanAnswer:
+            number, plan, asked = point
+            if asked == "bound":
+                try:
+                    return bounds.step(plan)
+                except EchoError as error:
+                    return str(error)
             try:
-                if whole:
+                if asked == "whole":
                     return predicted(predictor, aim, number, plan)
                 return predictor.predict(plan, memory=False, interval=False).step_s
             except (PlanError, UsageError) as error:
@@ -342,7 +356,14 @@ def _candidate(number: int, plan: Plan, result: Result, aim: Objective) -> Candi
 
 
 class _Search:
-    """A search under way."""
+    """A search under way.
+
+    Attributes:
+        loose: plans with a coarse bound: that, number, and choice. A heap.
+        left: plans with a tight bound, or whose step is known: that, which of them, number, and plan. A heap.
+        waiting: plans, with their numbers, by the step of a rank of which it is not known yet what it costs.
+        fastest: the least value of a step so far, whether it fits or not.
+    """
 
     def __init__(
         self, among: Space, bounds: Bounds, aim: Objective, capacity: int, top: int, say: Progress
@@ -355,7 +376,10 @@ class _Search:
         self.steps: dict[int, float] = {}
         self.needs: dict[int, float] = {}
         self.simulated = self.considered = 0
-        self.left: list[tuple[float, int, int, PlanWords | Plan]] = []
+        self.loose: list[tuple[float, int, PlanWords]] = []
+        self.left: list[tuple[float, int, int, Plan]] = []
+        self.waiting: dict[Hashable, list[tuple[int, Plan]]] = {}
+        self.fastest = inf
 
     def begin(self) -> None:
         """Bounds all plans coarsely."""
@@ -366,8 +390,8 @@ class _Search:
             bound = self.bounds.first(chosen, self.among.facts.global_batch)
             least = self._least(bound, chosen["gpus"])
             if self._may_fit(bound, chosen) and self._in_time(least):
-                self.left.append((least, 0, number, chosen))
-        heapq.heapify(self.left)
+                self.loose.append((least, number, chosen))
+        heapq.heapify(self.loose)
         self.losers.divides = Counter(self.among.refused)
 
     @property
@@ -389,15 +413,15 @@ class _Search:
         self._missing(round(bound.memory_bytes), plan)
         return False
 
-    def _tighten(self, number: int, chosen: PlanWords) -> None:
+    def _tighten(self, number: int, plan: Plan) -> None:
         """Bounds a plan tightly, and keeps it where that does not decide."""
+        gpus = plan.gpus or 1
         try:
-            plan = self.among.plan(chosen)
-            bound = self.bounds.second(plan, chosen["gpus"])
+            bound = self.bounds.second(plan, gpus)
         except EchoError as error:
             self.losers.refused[_kind_of(str(error))] += 1
             return
-        least = self._least(bound, chosen["gpus"])
+        least = self._least(bound, gpus)
         if self._may_fit(bound, plan) and self._in_time(least):
             self.needs[number] = bound.memory_bytes
             heapq.heappush(self.left, (least, 1, number, plan))
@@ -410,27 +434,63 @@ class _Search:
     def run(self, at: Workers, until: float) -> str:
         """Predicts plans until the best are known; what ended it, "" for that."""
         while True:
-            while at.free and self.left and self.left[0][0] <= self.last:
+            while at.free and (point := self._next()) is not None:
+                at.give(point)
                 if time.monotonic() > until:
                     return "time"
-                _, _, number, plan = heapq.heappop(self.left)
-                if isinstance(plan, Plan):
-                    at.give((number, plan, number in self.steps))
-                else:
-                    self._tighten(number, plan)
             if not at.busy:
                 return ""
             left_s = until - time.monotonic()
             if left_s <= 0:
                 return "time"
-            for (number, plan, _), found in at.take(None if left_s == inf else left_s):
-                self._take(number, plan, found)
+            for (number, plan, asked), found in at.take(None if left_s == inf else left_s):
+                if asked == "bound":
+                    assert isinstance(found, StepCost | str)
+                    self._learn(plan, found)
+                else:
+                    self._take(number, plan, found)
             self.say("predicting plans", self.simulated, self.simulated + at.busy + self._open())
 
-    def _open(self) -> int:
-        return sum(entry[0] <= self.last for entry in self.left) if len(self.left) < 4096 else len(self.left)
+    def _next(self) -> PlanPoint | None:
+        """What is asked next; None where no plan can be among the best, or others have to be known before.
 
-    def _take(self, number: int, plan: Plan, found: Candidate | float | str) -> None:
+        The plan with the lowest bound; before others are bounded one that may be the fastest so far, so that a
+        search that is ended has found something.
+        """
+        while True:
+            loose, tight = (heap[0][0] if heap else inf for heap in (self.loose, self.left))
+            if not (self.loose or self.left) or min(loose, tight) > self.last:
+                return None
+            if self.left and (tight <= loose or tight < self.fastest):
+                _, _, number, plan = heapq.heappop(self.left)
+                return number, plan, "whole" if number in self.steps else "step"
+            _, number, chosen = heapq.heappop(self.loose)
+            try:
+                plan = self.among.plan(chosen)
+            except EchoError as error:
+                self.losers.refused[_kind_of(str(error))] += 1
+                continue
+            if self.bounds.knows(plan):
+                self._tighten(number, plan)
+                continue
+            its = self.waiting.setdefault(of_step(plan), [])
+            its.append((number, plan))
+            if len(its) == 1:
+                return number, plan, "bound"
+
+    def _learn(self, plan: Plan, found: StepCost | str) -> None:
+        """Bounds the plans that wait for what the step of a rank costs."""
+        self.bounds.learn(plan, PlanError(found) if isinstance(found, str) else found)
+        for number, one in self.waiting.pop(of_step(plan)):
+            self._tighten(number, one)
+
+    def _open(self) -> int:
+        heaps = self.loose, self.left
+        return sum(
+            sum(entry[0] <= self.last for entry in heap) if len(heap) < 4096 else len(heap) for heap in heaps
+        )
+
+    def _take(self, number: int, plan: Plan, found: PlanAnswer) -> None:
         if isinstance(found, str):
             self.losers.refused[_kind_of(found)] += 1
             self.simulated -= number in self.steps
@@ -441,8 +501,10 @@ class _Search:
             least = self.aim.least(found, plan.gpus or 1)
             if self._in_time(least):
                 self.steps[number] = found
+                self.fastest = min(self.fastest, least)
                 heapq.heappush(self.left, (least, 2, number, plan))
             return
+        assert isinstance(found, Candidate)
         if not found.fits:
             self.losers.too_large += 1
             self._missing(max(found.device_bytes, self.capacity + 1), plan)
@@ -459,7 +521,6 @@ class _Search:
             if self.best:
                 return
             _, _, number, plan = entry
-            assert isinstance(plan, Plan)
             self.left.remove(entry)
             self._take(number, plan, predicted(predictor, self.aim, number, plan))
 
@@ -470,9 +531,7 @@ class _Search:
         """
         front: list[Candidate] = []
         every: list[tuple[float, int, Plan, Candidate | None]] = [
-            (self.steps[number], number, plan, None)
-            for _, _, number, plan in self.left
-            if isinstance(plan, Plan) and number in self.steps
+            (self.steps[number], number, plan, None) for _, _, number, plan in self.left if number in self.steps
         ]
         every += [(one.step_s, one.number, one.plan, one) for one in self.fitting]
         for at, (_, number, plan, known) in enumerate(sorted(every, key=lambda entry: entry[:2])):
@@ -492,9 +551,10 @@ class _Search:
         """Counts what was not predicted."""
         slower = sum(entry[2] in self.steps for entry in self.left)
         beyond = sum(entry[0] > self.last and entry[2] not in self.steps for entry in self.left)
+        beyond += sum(entry[0] > self.last for entry in self.loose)
         self.losers.slower += slower
         self.losers.slower_by_bound = beyond
-        self.losers.not_reached = len(self.left) - slower - beyond + begun
+        self.losers.not_reached = len(self.left) + len(self.loose) - slower - beyond + begun
 
 
 def _beats(one: Candidate, other: Candidate) -> bool:
@@ -582,7 +642,7 @@ def search(
             ended = state.run(at, began + time_s)
         except KeyboardInterrupt:
             ended = "interrupt"
-        begun = at.busy
+        begun = at.busy - len(state.waiting) + sum(map(len, state.waiting.values()))
     predictor = Predictor(graph, system, scenario)
     if ended:
         state.so_far(predictor)

@@ -17,14 +17,14 @@ from typing import Any
 from echograph import __version__
 from echograph.errors import DataError
 from echograph.options import given
-from echograph.workflow.plan import Plan
-from echograph.workflow.search.branch import Candidate, Question
+from echograph.workflow.search.bounds import StepCost
+from echograph.workflow.search.branch import Candidate, PlanAnswer, PlanPoint, Question
 from echograph.workflow.sweep.run import graph_digest, system_digest
 from echograph.workflow.sweep.store import Journal, journal, read_journal
 from echograph.workflow.workers import Workers
 
-_Point = tuple[int, Plan, bool]
 _Answer = Candidate | float | str
+"""What is kept: no bounds, which are quick to find again."""
 
 
 @contextmanager
@@ -53,7 +53,7 @@ class _Kept:
             question.objective, question.most_step_s,
         ]  # fmt: skip
         self.common = json.dumps(said, sort_keys=True, default=str)
-        self.ready: list[tuple[_Point, _Answer]] = []
+        self.ready: list[tuple[PlanPoint, PlanAnswer]] = []
 
     @property
     def free(self) -> bool:
@@ -64,25 +64,26 @@ class _Kept:
     def busy(self) -> int:
         return self.at.busy + len(self.ready)
 
-    def give(self, point: _Point) -> None:
-        record = self.known.get(self._key(point))
+    def give(self, point: PlanPoint) -> None:
+        record = None if point[2] == "bound" else self.known.get(self._key(point))
         if record is None:
             self.at.give(point)
         else:
             self.ready.append((point, _answer(record, point)))
 
-    def take(self, timeout_s: float | None = None) -> list[tuple[_Point, _Answer]]:
+    def take(self, timeout_s: float | None = None) -> list[tuple[PlanPoint, PlanAnswer]]:
         if self.ready:
             ready, self.ready = self.ready, []
             return ready
         answers = self.at.take(timeout_s)
         for point, answer in answers:
-            self.kept.add(self._key(point), _record(answer))
+            if not isinstance(answer, StepCost) and point[2] != "bound":
+                self.kept.add(self._key(point), _record(answer))
         return answers
 
-    def _key(self, point: _Point) -> str:
-        _, plan, whole = point
-        text = json.dumps([self.common, given(plan), whole], sort_keys=True, default=str)
+    def _key(self, point: PlanPoint) -> str:
+        _, plan, asked = point
+        text = json.dumps([self.common, given(plan), asked == "whole"], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -95,7 +96,7 @@ def _record(answer: _Answer) -> dict[str, Any]:
 _OF_POINT = ("number", "plan")
 
 
-def _answer(record: Mapping[str, Any], point: _Point) -> _Answer:
+def _answer(record: Mapping[str, Any], point: PlanPoint) -> _Answer:
     """What `_record` wrote.
 
     Raises:
