@@ -585,9 +585,9 @@ JOULES_PER_BYTE = 3e-11
 
 OF_BF16 = {"fp8": 0.57, "nvfp4": 0.39}
 """Energy of a FLOP over one in bf16, where a device has no long run of the dtype: of GB200's, all of random
-numbers by one library (`datasheets.toml`). Two other sources say 0.48 of FP8 (loops of products with a scale a row
-on an H100 under 500 W, pytorch/FBGEMM, pull request 2546) and 0.64 (with a scale a block, which takes more work, on
-an H200 at its limit, aiconfigurator)."""
+numbers by one library (`datasheets.toml`). Two other sources say 0.48 of FP8 (loops of products with a scale a
+row on an H100 under 500 W, pytorch/FBGEMM, pull request 2546) and 0.64 (with a scale a block, which takes more
+work, on an H200 at its limit, aiconfigurator)."""
 
 SUSTAINED_SIZE = 8192.0
 """Rows, columns and depth of the products that a long run stands for."""
@@ -618,13 +618,14 @@ def _power(
     for dtype, share in OF_BF16.items():
         if dtype in facts.peak_TFLOPs and dtype not in joules:
             joules[dtype] = _significant(joules["bf16"] * share)
-    runs = [*known.products.values(), *known.attention.values()]
+    sources = [known.source, *(run.source for run in known.products.values())]
+    sources += [run.source for run in known.attention.values()]
     return PowerModel(
         limit_W=known.limit_W,
         static_W=round(static, 1),
         joules_per_flop=joules,
         joules_per_byte=JOULES_PER_BYTE,
-        source="; ".join(dict.fromkeys((known.source, *(run.source for run in runs)))),
+        source="; ".join(dict.fromkeys(sources)),
         joules_per_attention_flop={
             kernel: _attention_joules(attention[kernel], run, facts.datasheet(), static)
             for kernel, run in known.attention.items()
