@@ -289,3 +289,23 @@ def test_gradients_lie_in_the_memory_that_a_script_cut_for_them(tmp_path: Path) 
     run = run_script(Script(path=tmp_path / "train.py"), World(size=4), TorchAdapter())
     calls = [node.meta[COMMUNICATION] for node in run.recorder.graph.nodes if COMMUNICATION in node.meta]
     assert [call.nbytes for call in calls] == [4 * 820]
+
+
+MASKED = """import torch
+
+layer = torch.nn.Linear(4, 4).cuda()
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+mask = torch.tensor([True, False, True]).cuda()
+for _ in range(3):
+    whole = torch.zeros(3, 4, device="cuda")
+    whole[mask] = layer(torch.randn(2, 4).cuda())
+    whole.sum().backward()
+    assert layer.weight.grad.shape == (4, 4)
+    optimizer.step()
+"""
+
+
+def test_a_value_that_is_put_where_a_known_mask_is_true_has_a_gradient(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MASKED)
+    run = run_script(Script(path=tmp_path / "train.py"), World(), TorchAdapter())
+    assert run.recorder.recorded

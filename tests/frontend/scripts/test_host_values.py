@@ -215,15 +215,6 @@ def test_transformers_looks_at_a_mask_that_is_known() -> None:
     assert masking.is_tracing(torch.ones(2, 16, dtype=torch.int64, device="cuda"))
 
 
-def test_a_value_that_is_put_where_a_known_mask_is_true_has_a_gradient() -> None:
-    mask = torch.tensor([True, False, True]).cuda()
-    value, whole = torch.randn(2, 4, device="cuda", requires_grad=True), torch.zeros(3, 4, device="cuda")
-    whole[mask] = value
-    whole.sum().backward()
-    assert value.grad is not None
-    assert value.grad.shape == (2, 4)
-
-
 ASKED = {
     "equals": lambda read: read == 3,
     "differs": lambda read: read != 3,
