@@ -142,9 +142,10 @@ def found() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for temporary files that no other process has."""
+    """A folder for temporary files that no other process has, in one where scripts may leave what they write."""
     folder = tmp_path / "temporary"
     folder.mkdir()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
 
