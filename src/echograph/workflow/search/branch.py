@@ -362,7 +362,6 @@ class _Search:
         loose: plans with a coarse bound: that, number, and choice. A heap.
         left: plans with a tight bound, or whose step is known: that, which of them, number, and plan. A heap.
         waiting: plans, with their numbers, by the step of a rank of which it is not known yet what it costs.
-        fastest: the least value of a step so far, whether it fits or not.
     """
 
     def __init__(
@@ -379,7 +378,6 @@ class _Search:
         self.loose: list[tuple[float, int, PlanWords]] = []
         self.left: list[tuple[float, int, int, Plan]] = []
         self.waiting: dict[Hashable, list[tuple[int, Plan]]] = {}
-        self.fastest = inf
 
     def begin(self) -> None:
         """Bounds all plans coarsely."""
@@ -454,14 +452,13 @@ class _Search:
     def _next(self) -> PlanPoint | None:
         """What is asked next; None where no plan can be among the best, or others have to be known before.
 
-        The plan with the lowest bound; before others are bounded one that may be the fastest so far, so that a
-        search that is ended has found something.
+        The plan with the lowest bound; one that waits for what its step costs is none of them meanwhile.
         """
         while True:
             loose, tight = (heap[0][0] if heap else inf for heap in (self.loose, self.left))
             if not (self.loose or self.left) or min(loose, tight) > self.last:
                 return None
-            if self.left and (tight <= loose or tight < self.fastest):
+            if self.left and tight <= loose:
                 _, _, number, plan = heapq.heappop(self.left)
                 return number, plan, "whole" if number in self.steps else "step"
             _, number, chosen = heapq.heappop(self.loose)
@@ -501,7 +498,6 @@ class _Search:
             least = self.aim.least(found, plan.gpus or 1)
             if self._in_time(least):
                 self.steps[number] = found
-                self.fastest = min(self.fastest, least)
                 heapq.heappush(self.left, (least, 2, number, plan))
             return
         assert isinstance(found, Candidate)
