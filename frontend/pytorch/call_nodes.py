@@ -306,7 +306,7 @@ _LOOKED_UP = {
     "nll_loss_forward": "self",
     "nll_loss2d_forward": "self",
 }
-# Operators that write a part of what they give: the argument that says how much, and whether they always add to it.
+# Operators that write a part of an argument: which one says how much, and whether they always add to it.
 _WRITTEN_IN_PART = {
     "index_put_": ("values", False),
     "_index_put_impl_": ("values", False),
