@@ -36,7 +36,7 @@ from echograph.profiler.costs.device import (
     Provenance,
     ScanModel,
 )
-from echograph.profiler.costs.gemm import DTYPES, STAND_IN, gemm_seconds
+from echograph.profiler.costs.gemm import DTYPES, STAND_IN
 from echograph.profiler.costs.power import volts
 from echograph.profiler.fit.attention import fit_attention
 from echograph.profiler.fit.experts import fit_experts, fit_passes, layers_of_library
@@ -270,7 +270,7 @@ def fit_device(
         provenance=Provenance(date=date, method=METHOD, tables=dict(sorted(used.items())), holdout=DESCRIPTION),
         sustained_gemm_slowdown=sustained,
         sustained_basis=why,
-        power=_power(gemm, attention, facts, relative),
+        power=_power(attention, facts, relative),
         scan=scan,
     )
 
@@ -594,10 +594,7 @@ SUSTAINED_SIZE = 8192.0
 
 
 def _power(
-    gemm: dict[str, GemmModel],
-    attention: dict[str, AttentionModel],
-    facts: DeviceFacts,
-    relative: DeviceProfile | None,
+    attention: dict[str, AttentionModel], facts: DeviceFacts, relative: DeviceProfile | None
 ) -> PowerModel | None:
     """Energies from what the board sustains within its limit; else a relative's under this board's limit."""
     known = facts.power
@@ -611,10 +608,7 @@ def _power(
         return msgspec.structs.replace(
             theirs, limit_W=known.limit_W, source=f"{known.source}; energies as on {facts.relative}"
         )
-    joules = {
-        gemm[dtype].peak: _joules(gemm[dtype], run, facts.datasheet(), run.measured_W or known.limit_W, static)
-        for dtype, run in known.products.items()
-    }
+    joules = {dtype: _joules(run, known.limit_W, static) for dtype, run in known.products.items()}
     for dtype, share in OF_BF16.items():
         if dtype in facts.peak_TFLOPs and dtype not in joules:
             joules[dtype] = _significant(joules["bf16"] * share)
@@ -633,13 +627,10 @@ def _power(
     )
 
 
-def _joules(model: GemmModel, run: LongProducts, sheet: Datasheet, limit_W: float, static_W: float) -> float:
+def _joules(run: LongProducts, limit_W: float, static_W: float) -> float:
     """Joules of a FLOP at full voltage, with which products under a limit come out at the rate of a long run."""
-    size = np.asarray([SUSTAINED_SIZE])
-    seconds = float(gemm_seconds(model, sheet, size / size, size, size, size, quantize=False)[0])
-    burst = run.burst_TFLOPs or 2e-12 * SUSTAINED_SIZE**3 / seconds
     traffic = run.sustained_TFLOPs * 1e12 * BYTES_PER_FLOP * JOULES_PER_BYTE
-    squared = float(volts(np.asarray(min(1.0, run.sustained_TFLOPs / burst)))) ** 2
+    squared = float(volts(np.asarray(min(1.0, run.sustained_TFLOPs / run.burst_TFLOPs)))) ** 2
     return _significant((limit_W - static_W - traffic) / (run.sustained_TFLOPs * 1e12 * squared))
 
 

@@ -78,18 +78,16 @@ class LongAttention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class LongProducts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Matrix products that ran long enough for the clock to settle, at the limit of their board.
+    """Matrix products that ran long enough for the clock to settle, under the limit that the board has.
 
     Attributes:
         sustained_TFLOPs: their rate.
-        burst_TFLOPs: the same products' rate in a burst (0: the model's, of `device.SUSTAINED_SIZE`).
-        measured_W: the limit of the board that ran them (0: this device's).
+        burst_TFLOPs: the same products' rate in a burst.
         source: of these figures.
     """
 
     sustained_TFLOPs: float
-    burst_TFLOPs: float = 0.0
-    measured_W: float = 0.0
+    burst_TFLOPs: float
     source: str
 
 
