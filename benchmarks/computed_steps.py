@@ -44,7 +44,9 @@ def main() -> None:
             looked_up = all_reduce_ms(tables, size, other) - all_reduce_ms(tables, size, one)
             off.append(abs(by_replicas[other] - by_replicas[one] - looked_up))
     near = sum(ms < 1e-5 for ms in off)
-    print(f"{near} of {len(off)} pairs differ by what the table has, within 10 ns; the worst is {max(off):.1e} ms off")
+    print(
+        f"{near} of {len(off)} pairs differ by what the table has, within 10 ns; the worst is {max(off):.1e} ms off"
+    )
 
 
 def read_times(path: Path) -> Times:

@@ -67,7 +67,12 @@ def test_rows_that_cannot_be_read_are_left_out() -> None:
 def test_computed_steps_widen_no_interval() -> None:
     """Widths rest on rows that were measured."""
     step = PredictedStep(
-        id="a-1", family="a", measured_s=1.2, predicted_s=1.0, durations_interval_s=(0.9, 1.1), work={"attention": 1.0}
+        id="a-1",
+        family="a",
+        measured_s=1.2,
+        predicted_s=1.0,
+        durations_interval_s=(0.9, 1.1),
+        work={"attention": 1.0},
     )
     other = PredictedStep(
         id="b-1",

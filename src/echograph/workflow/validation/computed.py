@@ -54,6 +54,5 @@ def _on_a_line(steps: Sequence[tuple[int, float]]) -> bool:
     (least, shortest), (most, longest) = steps[0], steps[-1]
     slope = (longest - shortest) / (most - least)
     return all(
-        abs(shortest + slope * (samples - least) - seconds) <= RUNS_DIFFER * seconds
-        for samples, seconds in steps
+        abs(shortest + slope * (samples - least) - seconds) <= RUNS_DIFFER * seconds for samples, seconds in steps
     )
