@@ -141,9 +141,9 @@ def families_table(
     median = statistics.median(abs(row["error"]) for row in done)
     with_others = f" ({percent(statistics.mean(means + others))} with what was computed)" if others else ""
     told = (
-        f"\nMean over {len(means)} families of the same weight: {percent(statistics.mean(means))}{with_others}; over "
-        f"all {len(done):,} measured steps {percent(mean_error(done))} (median {percent(median)}). {len(done):,} of "
-        f"{len(every):,} rows are answered. Worst rows by number.\n"
+        f"\nMean over {len(means)} families of the same weight: {percent(statistics.mean(means))}{with_others}; "
+        f"over all {len(done):,} measured steps {percent(mean_error(done))} (median {percent(median)}). "
+        f"{len(done):,} of {len(every):,} rows are answered. Worst rows by number.\n"
     )
     return table(head, lines) + told
 
