@@ -2,10 +2,10 @@
 
 python -m benchmarks.computed_steps CLONE
 
-CLONE is one of VIA-Research/vTrain. Two of its rows that differ in their number of replicas alone differ, where both
-ran, by what their gradients' all-reduce took in two runs, no two of which are alike. In this table they differ by what
-vTrain's simulator looks up: the time its table of nccl-tests has for the first stage's parameters, rounded to a MiB, or
-that size over the table's last bandwidth. Prints in how many pairs, and how far the worst is off.
+CLONE is one of VIA-Research/vTrain. Two steps that ran and differ in their number of replicas alone differ by what
+the all-reduce of their gradients took in two runs, no two of which are alike. In this table they differ by what vTrain's
+simulator looks up: the time its table of nccl-tests has for the first stage's parameters, rounded to a MiB, or that
+size over the table's last bandwidth. Prints in how many pairs, and how far the worst is off.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def main() -> None:
             looked_up = all_reduce_ms(tables, size, other) - all_reduce_ms(tables, size, one)
             off.append(abs(by_replicas[other] - by_replicas[one] - looked_up))
     near = sum(ms < 1e-5 for ms in off)
-    print(
-        f"{near} of {len(off)} pairs differ by what the table has, within 10 ns; the worst is {max(off):.1e} ms off"
-    )
+    print(f"{near} of {len(off)} pairs differ by what the table has, within 10 ns; the worst by {max(off):.1e} ms")
 
 
 def read_times(path: Path) -> Times:
@@ -56,7 +54,7 @@ def read_times(path: Path) -> Times:
 
 
 def first_stage_bytes(hidden: int, layers: float, tp: int, *, alone: bool) -> float:
-    """Parameters of a first stage as vTrain's simulator counts them (`src/predictor.py`), the last one's if alone."""
+    """Parameters of a first stage as vTrain's simulator counts them (`src/predictor.py`), the last's if alone."""
     words = VOCABULARY // tp * hidden
     layer = 6 * hidden + (12 * hidden * hidden + 7 * hidden) / tp
     return BYTES * (layers * layer + words + POSITIONS * hidden + (words if alone else 0))

@@ -1,8 +1,8 @@
 """Tells steps that a table gives as measured and that somebody computed.
 
-A step that ran differs from the next in its third or fourth digit. A simulator's does not: all else alike, its step
-is a + b m for m micro-batches, to the last digit that is printed. A source in which no set of such rows leaves its
-line is a program's output, whatever its column is called, and its rows judge nothing.
+A step that ran differs from the next in its third or fourth digit. A simulator's does not: all else alike, its
+step is a + b m for m micro-batches, to the last digit that is printed. A source in which no set of such rows leaves
+its line is a program's output, whatever its column is called, and its rows judge nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ LEAST_SETS = 10
 """Sets of rows by which a source is judged: one or two may lie on a line by chance, as by rounding."""
 
 RUNS_DIFFER = 1e-5
-"""How far, relatively, a step that ran leaves its line at the least: a hundredth of what one run differs from another
-(a few thousandths; `benchmarks.megatron_tests` and the lines of any training log)."""
+"""How far, relatively, a step that ran leaves its line at the least: a hundredth of what one run differs from
+another (a few thousandths, as lines of a training log show)."""
 
-_FIGURES = frozenset(
-    "id global_batch step_time_s tokens_per_s_per_gpu tflops_per_gpu mfu peak_mem_gib notes grade".split()
-)
+_RATES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")
+_FIGURES = {"id", "global_batch", "step_time_s", *_RATES, "peak_mem_gib", "notes", "grade"}
 """Columns that follow from the number of micro-batches, or say nothing of how the step was run."""
 
 

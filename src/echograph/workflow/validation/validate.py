@@ -74,8 +74,8 @@ def _lines(found: Validation) -> Iterator[str]:
             )
     for source, sets in found.computed.items():
         yield (
-            f"no measurements: steps of {source} are linear in the number of micro-batches to the last digit in all "
-            f"{sets} sets of rows that could tell: a program's output, which judges no prediction"
+            f"no measurements: steps of {source} are linear in the number of micro-batches to the last digit, in "
+            f"all {sets} sets of rows that could tell: a program's output, which judges no prediction"
         )
     reasons = Counter(outcome.skipped for outcome in found.outcomes if outcome.skipped)
     yield from (f"skipped {count}: {why}" for why, count in reasons.most_common())
