@@ -3,9 +3,9 @@
 python -m benchmarks.computed_steps CLONE
 
 CLONE is one of VIA-Research/vTrain. Two steps that ran and differ in their number of replicas alone differ by what
-the all-reduce of their gradients took in two runs, no two of which are alike. In this table they differ by what vTrain's
-simulator looks up: the time its table of nccl-tests has for the first stage's parameters, rounded to a MiB, or that
-size over the table's last bandwidth. Prints in how many pairs, and how far the worst is off.
+the all-reduce of their gradients took in two runs, no two of which are alike. In this table they differ by what
+vTrain's simulator looks up: the time its table of nccl-tests has for the first stage's parameters, rounded to a
+MiB, or that size over the table's last bandwidth. Prints in how many pairs, and how far the worst is off.
 """
 
 from __future__ import annotations

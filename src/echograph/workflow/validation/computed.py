@@ -1,8 +1,8 @@
 """Tells steps that a table gives as measured and that somebody computed.
 
 A step that ran differs from the next in its third or fourth digit. A simulator's does not: all else alike, its
-step is a + b m for m micro-batches, to the last digit that is printed. A source in which no set of such rows leaves
-its line is a program's output, whatever its column is called, and its rows judge nothing.
+step is a + b m for m micro-batches, to the last digit that is printed. A source in which no set of such rows
+leaves its line is a program's output, whatever its column is called, and its rows judge nothing.
 """
 
 from __future__ import annotations
