@@ -460,6 +460,33 @@ def test_a_gate_is_told_by_the_parameters_that_a_row_states() -> None:
     assert found == ["LlamaForCausalLM", "GPT2LMHeadModel"]
 
 
+def test_a_shallow_models_second_embedding_is_no_gate() -> None:
+    """Four layers of Llama 405B: two embeddings of 2.1 B beside layers of 12.75 B, as 17.0 B says."""
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    sizes = {"layers": 4, "hidden": 16384, "heads": 128, "kv_heads": 8, "ffn_hidden": 53248, "vocab": 128256}
+    found = made(model="405B, cut", params_B=17.0, **sizes).model.entry.config
+    assert (found["hidden_act"], found["intermediate_size"]) == ("silu", 53248)
+    # Learned positions of 65,536 tokens are no gate either.
+    sizes = {"layers": 24, "hidden": 1024, "heads": 16, "kv_heads": 16, "ffn_hidden": 4096, "vocab": 50368}
+    found = made(model="mine", params_B=0.421, **sizes)
+    assert found.model.entry.architecture == "GPT2LMHeadModel"
+    # What agrees with neither is told.
+    found = made(model="mine", params_B=0.25, **sizes)
+    assert "a feed-forward network without a gate" in found.assumed
+
+
+def test_dense_layers_of_a_model_cut_short_are_told() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    said = {"model": "DeepSeek-V3", "n_gpus": 8, "tp": 1, "dp": 8, "ep": 8, "seq_len": 4096, "global_batch": 32}
+    row = MeasuredStep({"id": "x-1", "gpu_type": "H100", "step_time_s": "1", "trainer": "Megatron-LM"})
+    cut, whole = (
+        setup(MeasuredStep(row.columns | {k: str(v) for k, v in (said | {"layers": n}).items()})).assumed
+        for n in (4, 61)
+    )
+    assert "its first 3 of 4 layers dense, as published of 61" in cut
+    assert not any("layers dense" in line for line in whole)
+
+
 @pytest.mark.parametrize(("trainer", "samples"), [("torchtitan", 2), ("nemo 25.02", 1), ("", 1)])
 def test_a_micro_batch_that_a_row_leaves_out_is_its_trainers_default(trainer: str, samples: int) -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")

@@ -97,7 +97,12 @@ def model_of(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> RowMode
     attention = _attention(row, assumed)
     if known is not None and known.architecture not in _BY_SIZES:
         model = RowModel(entry=_as_published(known, row), attention="fused")
-        return model.with_layers(row.number("layers", model.layers))
+        layers, dense = row.number("layers", model.layers), known.config.get("first_k_dense_replace", 0)
+        if layers != model.layers and dense:
+            assumed.append(
+                f"its first {min(dense, layers)} of {layers} layers dense, as published of {model.layers}"
+            )
+        return model.with_layers(layers)
     if row.number("ep", 1) > 1 or (known is None and _EXPERTS.search(row.text("model"))):
         raise Skip(
             f"model '{row.text('model')}': its experts are not in the table's columns, nor is it a known one"
@@ -189,9 +194,8 @@ def _of_sizes(row: MeasuredStep, known: ModelEntry | None, trainer: Trainer, ass
     layers, hidden, heads = (row.number(column) for column in ("layers", "hidden", "heads"))
     kv_heads, ffn = row.number("kv_heads", heads), row.number("ffn_hidden", 4 * hidden)
     vocabulary, length = row.number("vocab"), row.number("seq_len")
-    gated = _is_gated(
-        row, known, layers * hidden * ffn, _rest(hidden, heads, kv_heads, layers, vocabulary), assumed
-    )
+    rest = _rest(hidden, heads, kv_heads, layers, vocabulary)
+    gated = _is_gated(row, known, layers * hidden * ffn, rest, vocabulary * hidden, assumed)
     if not gated and kv_heads == heads:
         return get_model("megatron-gpt-1.7b").with_config(
             n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=length, n_inner=ffn,
@@ -212,16 +216,20 @@ def _rest(hidden: int, heads: int, kv_heads: int, layers: int, vocabulary: int) 
     return layers * (2 * hidden * hidden + 2 * hidden * hidden * kv_heads // heads) + vocabulary * hidden
 
 
-def _is_gated(row: MeasuredStep, known: ModelEntry | None, matrix: int, rest: int, assumed: list[str]) -> bool:
+def _is_gated(
+    row: MeasuredStep, known: ModelEntry | None, matrix: int, rest: int, embedding: int, assumed: list[str]
+) -> bool:
     """Whether the feed-forward network has three matrices.
 
-    A known model's; else what the parameters stated count; else a plain one is four times as wide as the model.
+    A known model's; else what the parameters stated count, with one embedding or two, whichever is nearer; where
+    they are not stated, or agree with neither, a plain one is four times as wide as the model.
 
     Args:
         row: states parameters, in billions.
         known: the public model of its name.
         matrix: parameters of one matrix in all layers.
         rest: parameters of attention and of one embedding.
+        embedding: parameters of one embedding.
         assumed: told what is inferred.
 
     Raises:
@@ -229,14 +237,16 @@ def _is_gated(row: MeasuredStep, known: ModelEntry | None, matrix: int, rest: in
     """
     if known is not None:
         return _BY_SIZES[known.architecture]
-    billions = row.real("params_B")
-    if billions is None:
-        gate = row.text("ffn_hidden") not in ("", str(4 * row.number("hidden")))
-        assumed.append(f"a feed-forward network with{'' if gate else 'out'} a gate")
-        return gate
-    stated = 1e9 * billions
-    plain, gated = (abs(rest + matrices * matrix - stated) for matrices in (2, 3))
-    if stated > (1 + FAR) * (rest + 3 * matrix) and not row.of_layers_alone:
-        most = (rest + 3 * matrix) / 1e9
-        raise Skip(f"params_B is {billions:g}, and its sizes make {most:.3g} at most")
-    return gated < min(plain, AGREES * stated)
+    billions = None if row.of_layers_alone else row.real("params_B")
+    if billions is not None:
+        stated, most = 1e9 * billions, rest + 3 * matrix
+        if stated > (1 + FAR) * most:
+            raise Skip(f"params_B is {billions:g}, and its sizes make {most / 1e9:.3g} at most")
+        plain, gated = (
+            min(abs(rest + more + matrices * matrix - stated) for more in (0, embedding)) for matrices in (2, 3)
+        )
+        if min(plain, gated) <= AGREES * stated:
+            return gated < plain
+    gate = row.text("ffn_hidden") not in ("", str(4 * row.number("hidden")))
+    assumed.append(f"a feed-forward network with{'' if gate else 'out'} a gate")
+    return gate
