@@ -46,6 +46,14 @@ LEAST = {"latency_ms": MIN_LATENCY_MS, "tflops": 1e-6, "window": 0.0}
 
 _Mask: TypeAlias = npt.NDArray[np.bool_]
 
+UNFILLED_WEIGHTS = (("aiconfigurator", "/gemm/vllm/", "bfloat16"),)
+"""Tables whose products have weights that nobody filled: words of their `source`, and their dtype.
+
+That collector times vLLM's RowParallelLinear without loading weights, so that they are what `torch.empty` gives
+(github.com/ai-dynamo/aiconfigurator, collector/vllm/collect_gemm.py); its other dtypes and libraries draw random
+numbers or fill them.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Words:
@@ -105,6 +113,14 @@ class KernelTable:
             if wanted:
                 mask &= self.text[column].among(wanted)
         return self.where(mask)
+
+    def unfilled(self) -> _Mask:
+        """True of products whose weights nobody filled (`UNFILLED_WEIGHTS`), [rows]."""
+        source, mask = self.text["source"], np.zeros(len(self), dtype=np.bool_)
+        for *words, dtype in UNFILLED_WEIGHTS:
+            named = [name for name in source.names.tolist() if all(word in name for word in words)]
+            mask |= source.among(named) & self.text["dtype"].among([dtype])
+        return mask
 
     def seconds(self) -> FloatArray:
         """Measured seconds; nan where a row holds only a rate."""

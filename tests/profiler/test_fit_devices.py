@@ -172,6 +172,37 @@ def test_rows_that_time_the_host_are_left_out(tmp_path: Path, call_s: float) -> 
     assert np.mean([size in of_kernel for size in sizes]) > 0.95
 
 
+UNFILLED = "PyPI aiconfigurator-core 0.12.0: l40s/gemm/vllm/0.24.0"
+MIB = 2**20
+
+
+@pytest.mark.parametrize("filled_rows", [0, 200, 1600])
+def test_weights_that_nobody_filled_speak_where_no_others_do(tmp_path: Path, filled_rows: int) -> None:
+    """Those of new memory, which is zeros, never; those of memory that was used before, unless others are dense."""
+    made, mine = synthetic(1700, 0.0), synthetic(max(filled_rows, 1), 0.0)
+    unfilled = csv_table(tmp_path / "unfilled.csv", made, "L40S", UNFILLED, "bfloat16")
+    csv_table(tmp_path / "filled.csv", mine, "L40S", UNFILLED.replace("vllm", "trtllm"), "bfloat16")
+    paths = [tmp_path / "unfilled.csv", *([tmp_path / "filled.csv"] if filled_rows else [])]
+    kept = fitted_rows(read_tables(paths), "bf16", device_facts("l40s"))
+    by_source = kept.sources()
+    used = by_source.pop(UNFILLED, 0)
+    assert sum(by_source.values()) == filled_rows
+    small = 2.0 * made.n * made.k <= 192 * MIB
+    assert 0 < np.sum(~small) < len(small)
+    assert used == (0 if filled_rows > 1500 else np.sum(small))
+    assert len(fitted_rows(unfilled, "fp8", device_facts("l40s"))) == 0
+
+
+def test_a_model_of_weights_that_nobody_filled_says_so_and_is_as_uncertain_as_libraries(tmp_path: Path) -> None:
+    made = synthetic(700, 0.01)
+    rows = csv_table(tmp_path / "unfilled.csv", made, "my card", UNFILLED, "bfloat16")
+    base = load_device("b200")
+    label = refit(rows, base, [], date="2026-01-01").gemm["bf16"].label
+    assert label.basis.endswith("whose weights nobody filled, up to 192 MiB of them")
+    assert label.between_libraries == base.gemm["bf16"].label.between_libraries > 0.0
+    assert label.spread >= label.between_libraries
+
+
 def test_a_products_operands_may_lie_in_the_cache() -> None:
     """Half of a cache is read at a share of the memory's time, sixteen caches at all of it."""
     known = load_device("l40s").gemm["bf16"]
@@ -207,10 +238,10 @@ def test_the_residual_grid_follows_a_trend_and_ignores_outliers() -> None:
     assert np.allclose(values, np.asarray([-100, 0, 100]), atol=15)
 
 
-def csv_table(path: Path, rows: Products, gpu: str) -> KernelTable:
+def csv_table(path: Path, rows: Products, gpu: str, source: str = "mine", dtype: str = "bf16") -> KernelTable:
     lines = ["source,gpu,op,dtype,m,n,k,latency_ms"]
     for m, n, k, seconds in zip(rows.m, rows.n, rows.k, rows.seconds, strict=True):
-        lines.append(f"mine,{gpu},gemm,bf16,{m},{n},{k},{seconds * 1e3!r}")
+        lines.append(f"{source},{gpu},gemm,{dtype},{m},{n},{k},{seconds * 1e3!r}")
     path.write_text("\n".join(lines).replace("np.float64(", "").replace(")", ""))
     return read_table(path)
 
