@@ -23,7 +23,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -355,31 +355,49 @@ RINGS = (2, 4)
 """Ranks that pass keys and values around."""
 
 
-def _attending(one_kernel: bool, ranks: int = 1, alternates: bool = False) -> Make:
+def _attending(
+    one_kernel: bool, ranks: int = 1, *, masks: Sequence[str] = ("causal",), forks: bool = False
+) -> Make:
     """Attention by cuDNN's kernel or by several, of one tensor, and the view of it that has heads.
 
     Args:
         one_kernel: whether it is cuDNN's.
         ranks: over which sequences are divided, whose keys and values go around.
-        alternates: whether each call has another mask than the one before, and chooses its kernel anew.
+        masks: of one module after the other; where there are several, each call chooses its kernel anew.
+        forks: whether it draws from another random state of Megatron-LM's, without dropout as well.
     """
 
     def make(*size: int) -> Step:
         _select(one_kernel)
         of = sys.modules["transformer_engine.pytorch"].DotProductAttention
-        sort: dict[str, Any] = {"attention_dropout": 0.0, "qkv_format": "sbhd", "attn_mask_type": "causal"}
+        sort: dict[str, Any] = {"attention_dropout": 0.0, "qkv_format": "sbhd"}
         if ranks > 1:
             sort |= {"cp_group": _group(ranks), "cp_global_ranks": list(range(ranks))}
             sort |= {"cp_stream": _Stream(), "cp_comm_type": "p2p"}
-        masks = cycle(("causal", "no_mask") if alternates else ("causal",))
+        if forks:
+            sort |= {"get_rng_state_tracker": _states}
+        each = cycle(masks)
+        padded = torch.zeros(1, 1, 1, 2 * size[2], dtype=torch.bool) if masks == ("padding",) else None
 
         def attend(module: Any, given: Tensor) -> Tensor:
             heads = given.view(*given.shape[:2], HEADS, -1)
-            return module(heads, heads, heads, attn_mask_type=next(masks))
+            return module(heads, heads, heads, attention_mask=padded, attn_mask_type=module.attn_mask_type)
 
-        return _chain(lambda width: of(HEADS, width // HEADS, **sort), attend)(*size)
+        return _chain(lambda width: of(HEADS, width // HEADS, attn_mask_type=next(each), **sort), attend)(*size)
 
     return make
+
+
+def _states() -> Any:
+    """Random states of Megatron-LM, with that of its ranks of tensor parallelism."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.cuda.get_rng_state()
+    random._set_cuda_rng_state = lambda new, *_, **__: torch.cuda.set_rng_state(new)
+    tracker = random.get_cuda_rng_tracker()
+    if not tracker.get_states():
+        tracker.add("model-parallel-rng", 1)
+    return tracker
 
 
 @cache
@@ -525,7 +543,12 @@ CASES: dict[str, Make] = {
     "DotProductAttention, fused": _attending(True),
     "DotProductAttention, unfused": _attending(False),
     **{f"DotProductAttention, ring of {ranks}": _attending(True, ranks) for ranks in RINGS},
-    "DotProductAttention, chosen anew": _attending(True, alternates=True),
+    "DotProductAttention, chosen anew": _attending(True, masks=("causal", "no_mask")),
+    **{
+        f"DotProductAttention, {'' if one else 'un'}fused, padding": _attending(one, masks=("padding",))
+        for one in (True, False)
+    },
+    "DotProductAttention, fused, forks": _attending(True, forks=True),
     "apply_rotary_pos_emb": _rotated,
     "GroupedLinear of 2": _grouped(2),
     "GroupedLinear of 8": _grouped(8),

@@ -80,12 +80,15 @@ class DotProductAttention(nn.Module):
         cp_comm_type: how they are.
         attention_type: "self" or "cross".
         attn_mask_type: "padding" or "padding_causal" of what FlashAttention packs.
+        sequence_parallel: whether ranks of tensor parallelism share the sequence as well.
+        get_rng_state_tracker: of what draws otherwise on each of these ranks, or None.
     """
 
     def __init__(
         self, *, attention_dropout: float, cp_group: Any = None, softmax_scale: float | None = None,
         window_size: Any = None, softmax_type: str = "vanilla", return_max_logit: bool = False,
-        cp_comm_type: str = "p2p", attention_type: str = "self", attn_mask_type: str = "causal", **_: Any,
+        cp_comm_type: str = "p2p", attention_type: str = "self", attn_mask_type: str = "causal",
+        sequence_parallel: bool = False, get_rng_state_tracker: Any = None, **_: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         if window_size is not None or softmax_type != "vanilla" or return_max_logit:
@@ -102,12 +105,15 @@ class DotProductAttention(nn.Module):
             None if cp_group is None else group for group in (by_heads, around, gathered)
         )
         self.attends = attention_type, attn_mask_type
+        self.forks = get_rng_state_tracker is not None and not sequence_parallel
+        """Whether each call swaps the device's random state, which the host copies, and back."""
         self.ranks_around = 1 if self._around is None else self._around.size()
         self.packs = self._flash and attn_mask_type.startswith("padding") and cp_group is None
         if self.packs:
             self.without_padding = DotProductAttention(
-                attention_dropout=attention_dropout, softmax_scale=softmax_scale
-            )
+                attention_dropout=attention_dropout, softmax_scale=softmax_scale,
+                sequence_parallel=sequence_parallel, get_rng_state_tracker=get_rng_state_tracker,
+            )  # fmt: skip
         if cp_group is not None and not self._one_kernel:
             raise refused("context parallelism with --attention-backend unfused", "give --attention-backend flash")
 
@@ -136,12 +142,13 @@ class DotProductAttention(nn.Module):
         if not (_in_one(query, key, value) or _in_one(key, value) or _apart(query, key, value)):
             # What it knows no layout of is copied, and what they were parts of need not be kept.
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        if self._one_kernel and attn_mask_type.startswith("padding"):
+        if attn_mask_type.startswith("padding"):
             lengths(mask)
         if self.packs and attn_mask_type.startswith("padding"):
             return self._of_packed(query, key, value, causal)
         if not self._one_kernel:
-            return self._unfused(query, key, value, mask if attn_mask_type in _MASKED else None, causal)
+            padded = attn_mask_type.startswith("padding")
+            return self._unfused(query, key, value, mask if attn_mask_type in _MASKED else None, causal, padded)
         if self._by_heads is not None:
             query, key, value = (heads_divided(tensor, self._by_heads) for tensor in (query, key, value))
         if self._gathered is not None:
@@ -193,20 +200,18 @@ class DotProductAttention(nn.Module):
         back = packing.unpacked(index, batch * length, heads)
         return back.view(batch, length, -1).transpose(0, 1).contiguous()
 
-    def _unfused(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> Tensor:
+    def _unfused(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool, padded: bool) -> Tensor:
         """A product, a softmax with scale and mask in one kernel, a dropout, a product."""
         length, batch, heads, channels = query.shape
+        mask = _whole_mask(length, len(key), mask, causal, padded, query.device)
         if key.shape[2] != heads:
             key, value = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (key, value))
         query, key, value = (t.reshape(t.shape[0], batch * heads, -1).transpose(0, 1) for t in (query, key, value))
         scale = channels**-0.5 if self._scale is None else self._scale
         into = query.new_empty(batch * heads, length, key.shape[1])
         scores = torch.baddbmm(into, query, key.transpose(1, 2), beta=0.0, alpha=scale)
-        if mask is not None and (isinstance(mask, tuple) or mask.shape[-2] == 1):
-            of_queries, of_keys = mask if isinstance(mask, tuple) else (mask, mask)
-            mask = of_queries.transpose(-1, -2) | of_keys
-        parts = masked_softmax(scores.view(batch, heads, length, -1), mask, causal, 1.0)
-        if mask is not None:  # the kernel leaves something in rows of which all is masked
+        parts = masked_softmax(scores.view(batch, heads, length, -1), mask, False, 1.0)
+        if padded:  # the kernel leaves something in rows of which all is masked
             parts = parts.masked_fill(mask, 0)
         parts = functional.dropout(parts, self._dropout, self.training)
         out = torch.bmm(parts.view(batch * heads, length, -1), value)
@@ -214,13 +219,50 @@ class DotProductAttention(nn.Module):
         return out.view(length, batch, -1)
 
 
+def _whole_mask(queries: int, keys: int, mask: Any, causal: bool, padded: bool, device: torch.device) -> Tensor:
+    """Which scores are masked, made anew by each call in several kernels, of a window too where there is none.
+
+    As get_full_mask of utils.py: windows are aligned by the first tokens of causal masks, by the last of others.
+
+    Args:
+        queries: tokens of each sequence.
+        keys: the same of what they attend to.
+        mask: [batch, 1, 1, keys] of padding, or two, of queries and of keys; [batch, 1, queries, keys]; None.
+        causal: whether keys behind a query are masked.
+        padded: whether the mask is of padding.
+        device: of the result.
+
+    Returns:
+        [1 or batch, 1, queries, keys].
+    """
+    if padded:
+        of_queries, of_keys = mask if isinstance(mask, tuple) else (mask, mask)
+        mask = torch.logical_or(of_queries.squeeze(1).unsqueeze(3), of_keys)
+        kept = mask.logical_not()
+        rows, columns = kept[:, 0, :, 0].sum(dim=1), kept[:, 0, 0, :].sum(dim=1)
+    places = [torch.arange(count, dtype=torch.int32, device=device) for count in (queries, keys)]
+    apart = places[0].view(1, 1, queries, 1) - places[1].view(1, 1, 1, keys)
+    if causal:
+        first, last = apart - keys, apart + 0
+    elif padded:
+        whole = apart.expand(len(mask), 1, queries, keys)
+        first = whole + (columns - rows - keys).view(-1, 1, 1, 1)
+        last = whole + (columns - rows + queries).view(-1, 1, 1, 1)
+    else:
+        first, last = apart + keys - queries - keys, apart + keys - queries + queries
+    outside = torch.logical_not((first <= 0) & ~(last < 0))
+    return outside if mask is None else torch.logical_or(outside, mask)
+
+
 def lengths(mask: Any) -> None:
     """Where sequences begin, as each call finds out anew from what is masked (utils.py: get_cu_seqlens).
+
+    Once for queries and once for keys, of one mask as well (dot_product_attention.py: forward).
 
     Args:
         mask: [batch, 1, 1, sequence], true where nothing is attended to; two of queries and of keys, or none.
     """
-    for one in mask if isinstance(mask, tuple) else (mask,):
+    for one in mask if isinstance(mask, tuple) else (mask, mask):
         if isinstance(one, Tensor) and one.dim() == 4 and one.shape[1:3] == (1, 1):
             ends = one.squeeze(1).squeeze(1).logical_not().sum(dim=1).cumsum(dim=0).to(torch.int32)
             torch.cat((torch.zeros(1, dtype=torch.int32, device=ends.device), ends))

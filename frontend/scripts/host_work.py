@@ -31,7 +31,7 @@ from torch.nn.modules import module as modules
 
 from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD_NODE, MODULE, OPTIMIZER, PHASE
 from echograph.frontend.pytorch.call_nodes import is_allocation, is_view
-from echograph.frontend.scripts.recorder import MICRO_BATCH, SILENT_NAMESPACES, ScriptRecorder
+from echograph.frontend.scripts.recorder import COMMUNICATION, MICRO_BATCH, SILENT_NAMESPACES, ScriptRecorder
 from echograph.frontend.scripts.streams import AFTER, CapturedStream, nobody_waits
 
 WORK = "host_work"
@@ -124,6 +124,7 @@ class WorkCounter:
         reads: is told which tensor of the device the script reads a value of.
         muted: above zero where what runs is counted as a whole.
         region: number of the call of something compiled that runs; 0: none.
+        batch: number of the batch of messages that is put together; 0: none.
     """
 
     current: WorkCounter | None = None
@@ -131,8 +132,8 @@ class WorkCounter:
     def __init__(self, reads: Callable[[torch.Tensor], None] = lambda _: None) -> None:
         self.reads = reads
         self.muted = 0
-        self.region = 0
-        self._regions = 0
+        self.region = self.batch = 0
+        self._regions = self._batches = 0
         self._instructions = self._modules = 0
         self._depth = 0
         self._of_hooks = 0
@@ -189,6 +190,16 @@ class WorkCounter:
             yield
         finally:
             self.region, self.muted = 0, self.muted - 1
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Messages of what runs go out as one."""
+        self._batches += 1
+        before, self.batch = self.batch, self._batches
+        try:
+            yield
+        finally:
+            self.batch = before
 
     def module(self) -> None:
         """A module was called, by way of the capture's hooks."""
@@ -259,18 +270,24 @@ def _hooks_of_captures(kept: bool) -> Iterator[None]:
             each.update(known)
 
 
-def _attending(ranks: int, anew: bool = False) -> tuple[str, ...]:
-    """What calls of attention are known by: in one kernel or several, or a step for each of a ring's ranks.
+def _attending(module: Any, anew: bool) -> tuple[str, ...]:
+    """What calls of attention are known by: how they attend, and what some do besides.
 
     Args:
-        ranks: of the ring; 1: none.
-        anew: whether it attends otherwise than the call before, so that a kernel is chosen for it.
+        module: that attends: in one kernel, in several, or in a step for each of a ring's ranks.
+        anew: whether it attends otherwise than the call before, so that what runs is chosen for it.
     """
-    if ranks > 1:
-        return ("DotProductAttention ring", *["DotProductAttention step of a ring"] * ranks)
-    if all(os.environ.get(choice) == "0" for choice in _KERNELS):
-        return ("DotProductAttention unfused",)
-    return (f"DotProductAttention {'chosen anew' if anew else 'fused'}",)
+    ring = module.ranks_around
+    several = all(os.environ.get(choice) == "0" for choice in _KERNELS)
+    kind = "DotProductAttention " + ("ring" if ring > 1 else "unfused" if several else "fused")
+    steps = ["DotProductAttention step of a ring"] * (ring if ring > 1 else 0)
+    padded = ring == 1 and module.attends[1].startswith("padding")
+    also = {
+        "DotProductAttention chosen anew": anew,
+        f"{kind}, padding": padded,
+        "DotProductAttention forks": module.forks,
+    }
+    return (kind, *steps, *(name for name, does in also.items() if does))
 
 
 def _divided(module: Any) -> str:
@@ -294,6 +311,20 @@ def compiled(function: Any) -> Any:
     return run
 
 
+def batched(function: Any) -> Any:
+    """`torch.distributed.batch_isend_irecv`, whose messages NCCL is given together: one launch, of all of them."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        counter = WorkCounter.current
+        if counter is None:
+            return function(*args, **kwargs)
+        with counter.together():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def wait_for_value(tensor: Any) -> None:
     """What a node stands for at which the host waits until a value is there."""
     del tensor
@@ -308,6 +339,12 @@ _OF_HOOK = "of_hook"
 
 COMPILED_CALL = "compiled_call"
 """Of call nodes in a call of something compiled: its number."""
+
+_BATCH = "batch_of_messages"
+"""Of call nodes of messages that go out together: the number of their batch."""
+
+_WITHIN = "within_a_function"
+"""Of call nodes: the backward pass of a function written in Python made the operator before it, too."""
 
 
 class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
@@ -334,7 +371,7 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
                     return ()  # what it does about another one is counted, and the other one is known as a whole
                 shapes = [tensor.shape for tensor in _tensors(args)]
                 before, self._attended = self._attended, (module.attends, shapes)
-                names = _attending(module.ranks_around, anew=before != self._attended)
+                names = _attending(module, anew=before != self._attended)
             if self.stands_in.issuperset(names):
                 return names
         return ()
@@ -445,6 +482,10 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             made.meta[COMPILED_CALL] = self.counter.region
         if made is not None and type(node).__name__ == "AccumulateGrad":
             made.meta[_OF_HOOK] = True
+        if made is not None and self.counter.batch:
+            made.meta[_BATCH] = self.counter.batch
+        if made is not None and not reached and isinstance(node, BackwardCFunction):
+            made.meta[_WITHIN] = True
         if made is not None and works:
             made.meta[WORK], self._before = self._before, HostWork()
         return out
@@ -490,6 +531,8 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
                     node.meta[WORK] = outside + HostWork(compiled=not again, compiled_backward=again)
             elif own:
                 place = (own, node.meta[PHASE], node.meta.get(MICRO_BATCH))
+                if place == inside and _WITHIN in node.meta:  # its own Python, which the whole call has
+                    outside = passed_on
                 phase = "backward" if node.meta[PHASE] == BACKWARD else "forward"
                 calls = tuple(f"{name}.{phase}" for name in self._stand_ins[own])
                 node.meta[WORK] = outside + HostWork(stood_in=() if place == inside else calls)
@@ -498,6 +541,17 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
                 node.meta[WORK] = work + passed_on
             if not own and not hook:
                 inside = ()
+        self._send_together()
+
+    def _send_together(self) -> None:
+        """Of a batch of messages the first has the work of all, and the others none: they go out with it."""
+        first: dict[int, Node] = {}
+        for node in self.graph.nodes:
+            if WORK not in node.meta or COMMUNICATION not in node.meta or _BATCH not in node.meta:
+                continue
+            leads = first.setdefault(node.meta[_BATCH], node)
+            if leads is not node:
+                leads.meta[WORK] += node.meta.pop(WORK) + HostWork(light=True)
 
     def _stand_in_of(self, node: Node) -> str:
         """Path of the layer that stands in for another one and has the node; "" where none does."""

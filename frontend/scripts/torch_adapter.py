@@ -34,7 +34,7 @@ from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.checks import one_rank
 from echograph.frontend.scripts.collectives import coalesced
-from echograph.frontend.scripts.host_work import compiled
+from echograph.frontend.scripts.host_work import batched, compiled
 from echograph.frontend.scripts.places import mark, put_there
 from echograph.frontend.scripts.recorder import ScriptRecorder
 from echograph.frontend.scripts.saved import Saved, headers_alone
@@ -174,6 +174,8 @@ class TorchAdapter(Adapter):
             enter = stack.enter_context
             enter(device.present(world, recorder.note, recorder.counter))
             enter(coalesced())
+            for owner in (torch.distributed, torch.distributed.distributed_c10d):
+                enter(patched(owner, "batch_isend_irecv", batched))
             # It draws until all values are within bounds, which without values is for ever.
             enter(patched(torch.nn.init, "_no_grad_trunc_normal_", lambda _: lambda tensor, *_, **__: tensor))
             saved = Saved(recorder.note)

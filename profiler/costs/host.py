@@ -202,10 +202,10 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ModuleCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call of a layer, in seconds of the host, without launches and collectives."""
+    """A call of a layer, or what some do besides, in seconds of the host, without launches and collectives."""
 
     forward_s: _Seconds
-    backward_s: _Seconds
+    backward_s: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

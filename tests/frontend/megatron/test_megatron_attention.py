@@ -60,8 +60,9 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("kind", "masks", "found"), [("padding", 1, 1), ("padding", 2, 2), ("causal", 1, 0)])
+@pytest.mark.parametrize(("kind", "masks", "found"), [("padding", 1, 2), ("padding", 2, 2), ("causal", 1, 0)])
 def test_each_call_finds_out_where_padded_sequences_begin(kind: str, masks: int, found: int) -> None:
+    """Of queries and of keys, which may have the same mask."""
     of_keys = torch.zeros(2, 1, 1, 8, dtype=torch.bool)
     given = torch.randn(8, 2, 4, 16)
     with Calls() as calls:

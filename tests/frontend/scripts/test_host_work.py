@@ -325,13 +325,30 @@ def test_prices_add_up() -> None:
     assert several + several == HostWork(instructions=20, modules=2, stood_in=("Linear.forward",) * 2)
 
 
+def attention(ranks: int = 1, mask: str = "causal", forks: bool = False) -> Any:
+    return SimpleNamespace(ranks_around=ranks, attends=("self", mask), forks=forks)
+
+
+@pytest.mark.parametrize(("one_kernel", "kind"), [("1", "fused"), ("0", "unfused")])
+def test_what_some_calls_of_attention_do_besides_is_known(
+    monkeypatch: pytest.MonkeyPatch, one_kernel: str, kind: str
+) -> None:
+    for name in host_work._KERNELS:
+        monkeypatch.setenv(name, one_kernel)
+    names = host_work._attending(attention(mask="padding", forks=True), anew=True)
+    assert names[0] == f"DotProductAttention {kind}"
+    assert {name.removeprefix("DotProductAttention ") for name in names[1:]} == {
+        "chosen anew", f"{kind}, padding", "forks",
+    }  # fmt: skip
+    assert load_units().stands_in.issuperset(names)
+
+
 def test_a_ring_of_attention_has_a_step_for_each_rank() -> None:
     units = load_units()
-    of_two, of_four = (host_work._attending(ranks) for ranks in (2, 4))
+    of_two, of_four = (host_work._attending(attention(ranks), anew=False) for ranks in (2, 4))
     assert units.stands_in.issuperset(of_four)
-    assert host_work._attending(1) == ("DotProductAttention fused",)
+    assert host_work._attending(attention(), anew=False) == ("DotProductAttention fused",)
     forward = [units.seconds(HostWork(stood_in=tuple(f"{n}.forward" for n in of))) for of in (of_two, of_four)]
-    assert units.stands_in.issuperset(host_work._attending(1, anew=True))
     step = units.seconds(HostWork(stood_in=("DotProductAttention step of a ring.forward",)))
     assert forward[1] - forward[0] == pytest.approx(2 * step)
     assert forward[0] > 2 * units.seconds(HostWork(stood_in=("DotProductAttention fused.forward",)))
