@@ -82,9 +82,7 @@ def _step(roles: Roles, ran: SegmentRun) -> StepRun:
     last, total = critical_path(ran, families(job))
     end, work = int(ran.ends[0]), ran.work.device[:, 0].astype(np.float64)
 
-    def of_program(number: int) -> Breakdown:
-        return breakdown(job, program_timeline(ran, number), number, end)
-
+    of_program = _breakdowns(ran, end)
     return StepRun(
         end_ps=end,
         last=last,
@@ -96,6 +94,16 @@ def _step(roles: Roles, ran: SegmentRun) -> StepRun:
         write=cache(lambda: roles.step(static.run(roles.tasks)).write()),
         scenario_ends=ran.ends[1:],
     )
+
+
+def _breakdowns(ran: SegmentRun, end_ps: int) -> Callable[[int], Breakdown]:
+    """What works out the breakdown of a program, by its number."""
+    job = ran.segments.job
+    if job.unfolded_ops >= COMPILE_FROM:
+        from echograph.simulator.engine.spent import breakdowns_of
+
+        return breakdowns_of(ran)
+    return lambda number: breakdown(job, program_timeline(ran, number), number, end_ps)
 
 
 NEVER = -(2**62)
@@ -819,7 +827,8 @@ def _chains(
     one = length == 1
     name = np.where(one, kind[first], len(segments.kinds) + run)
     names, example, chain = np.unique(name, return_index=True, return_inverse=True)
-    number, chains = np.full(len(names), NONE, np.int64), []
+    number = np.full(len(names), NONE, np.int64)
+    chains: list[SegmentChain] = []
     for which, at in enumerate(example.tolist()):
         its = [matrices[k] for k in kind[first[at] : first[at] + length[at]].tolist()]
         if its[0] is not None:
