@@ -194,9 +194,27 @@ def _split(
     job: JobGraph, layers: BreakdownLayers, timeline: Timeline, rows: Int64, end_ps: int | None = None
 ) -> Breakdown:
     taking = rows[timeline.duration[rows] > 0]
-    compute, *exposed, host, idle = spent_in_layers(*_laid_out(layers, timeline, taking, end_ps))
+    spent = spent_in_layers(*_laid_out(layers, timeline, taking, end_ps))
+    return _parts(job, layers, spent, timeline.op[rows])
+
+
+def of_spent(job: JobGraph, layers: BreakdownLayers, spent: Sequence[int], program: int) -> Breakdown:
+    """The breakdown of a program of which is known what each layer takes.
+
+    Args:
+        job: the job.
+        layers: of the job.
+        spent: picoseconds of each layer, and last of none.
+        program: its number.
+    """
+    return _parts(job, layers, spent, np.flatnonzero(job.run_counts(program)))
+
+
+def _parts(job: JobGraph, layers: BreakdownLayers, spent: Sequence[int], ops: Int64) -> Breakdown:
+    """The breakdown of a program that runs these operations."""
+    compute, *exposed, host, idle = spent
     # An imported job names no axes: who sends is taken for a stage of a pipeline.
-    sends = not job.mesh and bool(np.isin(job.ops.kind[timeline.op[rows]], _SENDS).any())
+    sends = not job.mesh and bool(np.isin(job.ops.kind[ops], _SENDS).any())
     staged = sends or "pp" in {axis.name for axis in job.mesh}
     return Breakdown(
         compute=compute,

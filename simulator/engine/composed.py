@@ -27,6 +27,7 @@ from echograph.simulator.engine.machine_code import compiled
 from echograph.simulator.engine.segments import (
     LONGEST_PS,
     NEVER,
+    UNKNOWN,
     RowTimes,
     SegmentedJob,
     SegmentKind,
@@ -36,8 +37,6 @@ from echograph.simulator.engine.segments import (
 )
 from echograph.simulator.groups import occurrences
 
-UNKNOWN = -(2**63) + 1
-"""The end of what has not ended yet."""
 MESSAGES = (OpKind.SEND, OpKind.RECV)
 
 

@@ -21,22 +21,23 @@ segment, task and entry. All times are those of `static`, to the picosecond.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int64, distinct
+from echograph.ir.columns import NONE, Bools, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.schedule import Edges, spread
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import OpKind
 from echograph.simulator.breakdown import Breakdown, breakdown
 from echograph.simulator.engine import Roles, StepRun, static
+from echograph.simulator.engine.machine_code import array, compiled, interpreted
 from echograph.simulator.groups import RendezvousKeys, number_rendezvous, occurrences
 from echograph.simulator.limits import families, largest_first
 from echograph.simulator.tasks import DEVICE, HOST
@@ -81,9 +82,7 @@ def _step(roles: Roles, ran: SegmentRun) -> StepRun:
     last, total = critical_path(ran, families(job))
     end, work = int(ran.ends[0]), ran.work.device[:, 0].astype(np.float64)
 
-    def of_program(number: int) -> Breakdown:
-        return breakdown(job, program_timeline(ran, number), number, end)
-
+    of_program = _breakdowns(ran, end)
     return StepRun(
         end_ps=end,
         last=last,
@@ -95,6 +94,16 @@ def _step(roles: Roles, ran: SegmentRun) -> StepRun:
         write=cache(lambda: roles.step(static.run(roles.tasks)).write()),
         scenario_ends=ran.ends[1:],
     )
+
+
+def _breakdowns(ran: SegmentRun, end_ps: int) -> Callable[[int], Breakdown]:
+    """What works out the breakdown of a program, by its number."""
+    job = ran.segments.job
+    if job.unfolded_ops >= COMPILE_FROM:
+        from echograph.simulator.engine.spent import breakdowns_of
+
+        return breakdowns_of(ran)
+    return lambda number: breakdown(job, program_timeline(ran, number), number, end_ps)
 
 
 NEVER = -(2**62)
@@ -127,7 +136,7 @@ class SegmentKind:
     exchanges: tuple[int, ...]
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SegmentSequence:
     """The segments of one program, in order.
 
@@ -148,28 +157,6 @@ class SegmentSequence:
     into: Int64
     made_by: Int64
     out: Int64
-
-    @cached_property
-    def incoming(self) -> dict[int, list[tuple[int, int]]]:
-        """By segment, (number of the input, edge) of what it waits for, in the order of the makers."""
-        return _by_segment(self.reader, self.into)
-
-    @cached_property
-    def outgoing(self) -> dict[int, list[tuple[int, int]]]:
-        """By segment, (number of the output, edge) of what waits for it."""
-        return _by_segment(self.made_by, self.out)
-
-    @cached_property
-    def maker(self) -> list[tuple[int, int]]:
-        """Of each edge, the segment and the number of its output."""
-        return list(zip(self.made_by.tolist(), self.out.tolist(), strict=True))
-
-
-def _by_segment(segment: Int64, port: Int64) -> dict[int, list[tuple[int, int]]]:
-    found: dict[int, list[tuple[int, int]]] = {}
-    for edge, (its, number) in enumerate(zip(segment.tolist(), port.tolist(), strict=True)):
-        found.setdefault(its, []).append((number, edge))
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -560,41 +547,118 @@ def _after(ready: Int64, op: int, kind: SegmentKind, ends: list[Int64], inputs: 
 # -- clocks, sent through them ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rendezvous:
-    """How a rendezvous came about, in the first scenario.
+UNKNOWN = -(2**63) + 1
+"""The end of what has not ended yet."""
+MOST_LANES = 62
+"""Lanes that are told apart as bits of a number."""
+COMPILE_FROM = 500_000
+"""Steps of the loop from which compiled code pays, in entries of matrices."""
+
+
+class Stretches(NamedTuple):
+    """Segments that follow each other in a program, of all programs one after the other, as columns.
 
     Attributes:
-        start: when it started, picoseconds.
-        last: program and segment that was ready last; of several the first.
+        bounds: [programs + 1], where those of each program begin.
+        program: [stretches].
+        first: [stretches], number of the first segment in its program.
+        chain: [stretches], number of the chain that they are; -1 for a rendezvous, which is a stretch of its own.
+        row: [stretches], row of the first operation.
+        rendezvous: [stretches], number of the rendezvous; -1 for a chain.
+        entry_at: [stretches + 1], where the entries of each begin; those of a rendezvous are the clocks of the
+            host and of its lane, then its input.
+        in_at: [stretches + 1], where the inputs of the first segment begin in `in_port`, `in_edge`.
+        in_port: number of the input.
+        in_edge: number of the edge, of all programs.
+        out_at: [stretches + 1], the same of the last segment in `out_port`, `out_edge`.
+        out_port: number of the output.
+        out_edge: number of the edge.
     """
 
-    start: int
-    last: tuple[int, int]
+    bounds: Int64
+    program: Int64
+    first: Int64
+    chain: Int64
+    row: Int64
+    rendezvous: Int64
+    entry_at: Int64
+    in_at: Int64
+    in_port: Int64
+    in_edge: Int64
+    out_at: Int64
+    out_port: Int64
+    out_edge: Int64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Stretch:
-    """Segments of a program that follow each other.
+class _Chains(NamedTuple):
+    """Chains, and the times of rows, as columns.
 
     Attributes:
-        first: number of the first segment.
-        chain: what they do; None for a rendezvous, which is a stretch of its own.
-        row: of a rendezvous, its row of the operation table.
-        incoming: (number of the input, edge) of the first segment.
-        outgoing: (number of the output, edge) of the last one.
+        over: constants of all chains, [exits, entries, scenarios] each; those of chain k begin at `over_at[k]`.
+        over_at: see `over`.
+        lanes: of all chains; those of chain k begin at `lanes_at[k]`.
+        lanes_at: [chains + 1].
+        inputs: of each chain, entries beside the lanes.
+        outputs: of each chain, exits beside the lanes.
+        uses: of each chain, its lanes as bits.
+        lane: of each row.
+        device: [rows, scenarios].
+        host: [rows, scenarios].
+        members: of each rendezvous, how many take part.
+        sizes: lanes, scenarios.
     """
 
-    first: int
-    chain: SegmentChain | None
-    row: int
-    incoming: list[tuple[int, int]]
-    outgoing: list[tuple[int, int]]
+    over: Int64
+    over_at: Int64
+    lanes: Int64
+    lanes_at: Int64
+    inputs: Int64
+    outputs: Int64
+    uses: Int64
+    lane: Int64
+    device: Int64
+    host: Int64
+    members: Int64
+    sizes: Int64
 
-    @property
-    def count(self) -> int:
-        """How many segments they are."""
-        return len(self.chain.matrices) if self.chain else 1
+
+class _State(NamedTuple):
+    """What the loop changes.
+
+    A lane that is at a rendezvous is pending, its clock not known: segments on other lanes go on, and so may the
+    host, which only issues.
+
+    Attributes:
+        clocks: [programs, lanes, scenarios].
+        pending: of each program, lanes that are at a rendezvous, as bits.
+        at: of each program, the stretch that is next.
+        queue: programs that can go on.
+        queued: of each program, whether it is one of them.
+        entries: of all stretches (`Stretches.entry_at`), in the first scenario.
+        outputs: [edges, scenarios], the end of what is waited for; `UNKNOWN` before.
+        begins: [rendezvous, scenarios], when those that have come are ready.
+        last: of each rendezvous, the stretch that is ready last in the first scenario; of several the first.
+        arrived: of each rendezvous, how many have come.
+        head: of each rendezvous, the stretch that came last; -1 for none.
+        behind: of each stretch, the one that came before it there.
+        entry: [entries, scenarios] of one stretch.
+        exit: [exits, scenarios] of one stretch.
+    """
+
+    clocks: Int64
+    pending: Int64
+    at: Int64
+    queue: Int64
+    queued: Int64
+    entries: Int64
+    outputs: Int64
+    begins: Int64
+    last: Int64
+    arrived: Int64
+    head: Int64
+    behind: Int64
+    entry: Int64
+    exit: Int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -604,26 +668,35 @@ class SegmentRun:
     Attributes:
         segments: of the job.
         work: durations.
-        stretches: of each program.
-        entries: for each stretch, int64 [entries, scenarios]; of a rendezvous, the clocks of the host and of its
-            lane, then its input.
-        outputs: for each program, int64 [scenarios] of each edge, the end of what is waited for.
-        clocks: for each program, int64 [lanes, scenarios], at the end.
-        met: by rendezvous.
+        stretches: of all programs.
+        chains: that they are.
+        entries: int64, of all stretches (`Stretches.entry_at`), in the first scenario.
+        outputs: int64 [edges], the end of what is waited for, in the first scenario.
+        clocks: int64 [programs, lanes, scenarios], at the end.
+        begins: int64 [rendezvous], when each started, in the first scenario.
+        last: int64 [rendezvous], the stretch that was ready last, in the first scenario; of several the first.
     """
 
     segments: SegmentedJob
     work: RowTimes
-    stretches: list[list[Stretch]]
-    entries: list[list[Int64]]
-    outputs: list[list[Int64]]
-    clocks: list[Int64]
-    met: dict[int, Rendezvous]
+    stretches: Stretches
+    chains: tuple[SegmentChain, ...]
+    entries: Int64
+    outputs: Int64
+    clocks: Int64
+    begins: Int64
+    last: Int64
+
+    def maker(self, program: int, edge: int) -> tuple[int, int]:
+        """The segment that an edge of a program, by its number in all, waits for, and the number of its output."""
+        sequence = self.segments.sequences[program]
+        here = edge - sum(len(its.reader) for its in self.segments.sequences[:program])
+        return int(sequence.made_by[here]), int(sequence.out[here])
 
     @property
     def ends(self) -> Int64:
         """When the last task of each scenario ends, picoseconds."""
-        latest: Int64 = np.max([clocks.max(axis=0) for clocks in self.clocks], axis=0)
+        latest: Int64 = self.clocks.max(axis=(0, 1))
         return latest
 
 
@@ -646,188 +719,306 @@ def work_of(job: JobGraph, device: Int64, host: Int64) -> RowTimes:
 
 def run(segments: SegmentedJob, work: RowTimes) -> SegmentRun | None:
     """Runs all programs; None where segments wait for each other in a circle, which their tasks may not do."""
-    lanes = 1 + len(segments.job.streams)
-    stretches = _stretches(segments, work)
-    programs = [
-        _Program(number, sequence, its, work, lanes)
-        for number, (sequence, its) in enumerate(zip(segments.sequences, stretches, strict=True))
-    ]
-    rendezvous = _Rendezvous(segments.members)
-    ready = list(programs)
-    while ready:
-        ready += ready.pop().advance(rendezvous)
-    if any(program.at < len(program.stretches) or program.pending for program in programs):
+    if 1 + len(segments.job.streams) > MOST_LANES:
         return None
+    stretches, chains = _stretches(segments, work)
+    tables = _chain_columns(segments, work, chains)
+    state = _begin(segments, stretches, tables)
+    sizes = np.diff(tables.over_at)
+    steps = int(np.where(stretches.chain == NONE, tables.sizes[1], np.append(sizes, 0)[stretches.chain]).sum())
+    if steps >= COMPILE_FROM:
+        compiled(_send_through, _told, _come, _meet_all, _go)(stretches, tables, state)
+    else:
+        interpreted(_send_through, stretches, tables, outputs=state)
+    if (state.at < stretches.bounds[1:]).any() or state.pending.any():
+        return None
+    lanes, scenarios = tables.sizes
     return SegmentRun(
         segments=segments,
         work=work,
         stretches=stretches,
-        entries=[program.entries for program in programs],
-        outputs=[[end for end in program.outputs if end is not None] for program in programs],
-        clocks=[program.clocks for program in programs],
-        met=rendezvous.met,
+        chains=chains,
+        entries=state.entries,
+        outputs=state.outputs[::scenarios].copy(),
+        clocks=state.clocks.reshape(-1, lanes, scenarios),
+        begins=state.begins[::scenarios].copy(),
+        last=state.last,
     )
 
 
-@dataclass(slots=True, eq=False)
-class _Arrival:
-    """A program at a rendezvous."""
-
-    program: _Program
-    stretch: Stretch
-    lane: int
-    ready: Int64
-    duration: Int64
-
-
-@dataclass(slots=True, eq=False)
-class _Rendezvous:
-    """Who has come to which rendezvous.
-
-    Attributes:
-        members: of each, how many segments take part.
-        waiting: by rendezvous, those that have come.
-        met: those that all have come to.
-    """
-
-    members: tuple[int, ...]
-    waiting: dict[int, list[_Arrival]] = field(default_factory=dict)
-    met: dict[int, Rendezvous] = field(default_factory=dict)
-
-    def arrive(self, rendezvous: int, arrival: _Arrival) -> list[_Program]:
-        """The programs that can go on, all of its members when the last has come."""
-        here = self.waiting.setdefault(rendezvous, [])
-        here.append(arrival)
-        if len(here) < self.members[rendezvous]:
-            return []
-        del self.waiting[rendezvous]
-        start = here[0].ready
-        for its in here[1:]:
-            start = np.maximum(start, its.ready)
-        # In the first scenario, which is the step: of those that are ready last, the first in order.
-        last = min((-int(its.ready[0]), its.program.number, its.stretch.first) for its in here)
-        self.met[rendezvous] = Rendezvous(start=int(start[0]), last=last[1:])
-        for its in here:
-            its.program.resume(its.stretch, its.lane, start + its.duration)
-        return [its.program for its in here]
+def _stretches(segments: SegmentedJob, work: RowTimes) -> tuple[Stretches, tuple[SegmentChain, ...]]:
+    """All stretches, and their chains. Chains that stand once do not pay: their segments go one by one."""
+    sequences = segments.sequences
+    first_of = np.cumsum([0, *(len(its.kind) for its in sequences)])
+    kind = np.concatenate([np.zeros(0, np.int64), *(its.kind for its in sequences)])
+    meets = np.array([its.rendezvous for its in segments.kinds] or [False])
+    begin = np.concatenate([np.zeros(0, np.int64)] + [
+        at + _bounds(its, meets) for its, at in zip(sequences, first_of, strict=False)
+    ])  # fmt: skip
+    run, often = _runs(kind, begin)
+    # A run that stands once becomes its segments.
+    length = np.diff(begin, append=len(kind))
+    alone = (often[run] == 1) & (length > 1)
+    split = np.repeat(alone, length)
+    split[begin] = True
+    first = np.flatnonzero(split)
+    of_run = np.where(alone, NONE, run)[np.searchsorted(begin, first, side="right") - 1]
+    chain, chains = _chains(segments, work, kind, first, of_run, meets)
+    bounds = np.searchsorted(first, first_of)
+    program = np.repeat(np.arange(len(sequences)), np.diff(bounds))
+    inputs, outputs = _edges(sequences, first_of, first)
+    entries = np.array([len(its.lanes) + its.inputs for its in chains] + [3], np.int64)[chain]
+    rows = np.array([its.rows.start for its in segments.kinds] or [0], np.int64)
+    rendezvous = np.concatenate([np.zeros(0, np.int64), *(its.rendezvous for its in sequences)])
+    stretches = Stretches(
+        bounds=bounds, program=program, first=first - first_of[program], chain=chain, row=rows[kind[first]],
+        rendezvous=rendezvous[first], entry_at=np.cumsum(np.append(0, entries)),
+        in_at=inputs[0], in_port=inputs[1], in_edge=inputs[2],
+        out_at=outputs[0], out_port=outputs[1], out_edge=outputs[2],
+    )  # fmt: skip
+    return Stretches(*(array(column, np.int64) for column in stretches)), chains
 
 
-class _Program:
-    """The state of one program.
-
-    It runs ahead of others until it needs what they say. A lane that is at a rendezvous is pending, its clock not
-    known: segments on other lanes go on, and so may the host, which only issues.
-    """
-
-    def __init__(
-        self, number: int, sequence: SegmentSequence, stretches: list[Stretch], work: RowTimes, lanes: int
-    ) -> None:
-        self.number, self.sequence, self.stretches, self.work = number, sequence, stretches, work
-        self.at, self.pending = 0, 0
-        self.clocks = np.zeros((lanes, work.device.shape[1]), np.int64)
-        self.entries: list[Int64] = []
-        self.outputs: list[Int64 | None] = [None] * len(sequence.maker)
-
-    def advance(self, rendezvous: _Rendezvous) -> list[_Program]:
-        """Goes on until it has to wait; returns the programs that can go on since."""
-        free: list[_Program] = []
-        while self.at < len(self.stretches):
-            stretch = self.stretches[self.at]
-            chain = stretch.chain
-            if chain is None:
-                found = self._arrive(stretch, rendezvous)
-                if found is None:
-                    break
-                free += found
-                continue
-            if self.pending & chain.uses:
-                break
-            entry = self.clocks[chain.at]  # a copy, which stays as it is
-            if chain.inputs:
-                inputs = self._inputs(stretch, chain.inputs)
-                if inputs is None:
-                    break
-                entry = np.concatenate([entry, inputs])
-            self.entries.append(entry)
-            # The matrix-vector product of max-plus algebra.
-            after = (chain.over + entry).max(axis=1)
-            self.clocks[chain.at] = after[: len(chain.lanes)]
-            for out_port, edge in stretch.outgoing:
-                self.outputs[edge] = after[len(chain.lanes) + out_port]
-            self.at += 1
-        return free
-
-    def _inputs(self, stretch: Stretch, count: int) -> Int64 | None:
-        """When what the inputs wait for ended; None where that is not known yet."""
-        values = np.full((count, self.clocks.shape[1]), NEVER)
-        for in_port, edge in stretch.incoming:
-            end = self.outputs[edge]
-            if end is None:
-                return None
-            np.maximum(values[in_port], end, out=values[in_port])
-        return values
-
-    def _arrive(self, stretch: Stretch, rendezvous: _Rendezvous) -> list[_Program] | None:
-        """Comes to a rendezvous; None where it cannot yet."""
-        lane = self.work.lane[stretch.row]
-        in_port = self._inputs(stretch, 1) if not self.pending & (1 | 1 << lane) else None
-        if in_port is None:
-            return None
-        entry = np.concatenate([self.clocks[[0, lane]], in_port])
-        self.entries.append(entry)
-        self.clocks[0] += self.work.host[stretch.row]
-        ready = np.maximum(np.maximum(self.clocks[0], entry[1]), entry[2])
-        self.pending |= 1 << lane
-        self.at += 1
-        arrival = _Arrival(self, stretch, lane, ready, self.work.device[stretch.row])
-        return rendezvous.arrive(int(self.sequence.rendezvous[stretch.first]), arrival)
-
-    def resume(self, stretch: Stretch, lane: int, end: Int64) -> None:
-        """Goes on from a rendezvous."""
-        self.clocks[lane] = end
-        self.pending &= ~(1 << lane)
-        for _, edge in stretch.outgoing:
-            self.outputs[edge] = end
-
-
-def _stretches(segments: SegmentedJob, work: RowTimes) -> list[list[Stretch]]:
-    """The stretches of each program. Chains that stand once do not pay: their segments go one by one."""
-    matrices = [None if kind.rendezvous else transfer_matrix(kind, work) for kind in segments.kinds]
-    bounded = [_between_bounds(sequence, segments.kinds) for sequence in segments.sequences]
-    often = Counter(kinds for its in bounded for _, kinds in its)
-    chains: dict[tuple[int, ...], SegmentChain] = {}
-    stretches = []
-    for sequence, its in zip(segments.sequences, bounded, strict=True):
-        found = []
-        for first, kinds in its:
-            alone = often[kinds] == 1
-            for at, together in enumerate((number,) for number in kinds) if alone else [(0, kinds)]:
-                one = [matrices[number] for number in together]
-                if together not in chains and one[0] is not None:
-                    chains[together] = SegmentChain(tuple(its for its in one if its is not None))
-                begin, end = first + at, first + at + len(together)
-                found.append(
-                    Stretch(
-                        first=begin, chain=chains.get(together), row=segments.kinds[together[0]].rows.start,
-                        incoming=sequence.incoming.get(begin, []), outgoing=sequence.outgoing.get(end - 1, []),
-                    )
-                )  # fmt: skip
-        stretches.append(found)
-    return stretches
-
-
-def _between_bounds(
-    sequence: SegmentSequence, kinds: tuple[SegmentKind, ...]
-) -> list[tuple[int, tuple[int, ...]]]:
-    """The segments of a program up to rendezvous, and to what waits or is waited for: first, and kinds."""
-    cuts = np.array([kind.rendezvous for kind in kinds] or [False])[sequence.kind]
+def _bounds(sequence: SegmentSequence, meets: Bools) -> Int64:
+    """Where segments of a program begin that are cut off: rendezvous, what waits, and after what is waited for."""
+    cuts = meets[sequence.kind]
     cuts[1:] |= cuts[:-1]
-    cuts[[*sequence.incoming]] = True
-    cuts[[segment + 1 for segment in sequence.outgoing]] = True
+    cuts[sequence.reader] = True
+    after = sequence.made_by + 1
+    cuts[after[after < len(cuts)]] = True
     cuts[:1] = True
-    numbers = sequence.kind.tolist()
-    bounds = [*np.flatnonzero(cuts).tolist(), len(cuts)]
-    return [(first, tuple(numbers[first:end])) for first, end in pairwise(bounds)]
+    return np.flatnonzero(cuts)
+
+
+def _runs(kind: Int64, begin: Int64) -> tuple[Int64, Int64]:
+    """A number for each run of segments, equal ones alike, and how often each number stands."""
+    length = np.diff(begin, append=len(kind))
+    run, count = np.empty(len(begin), np.int64), 0
+    for size in distinct(length).tolist():
+        mine = np.flatnonzero(length == size)
+        kinds = kind[begin[mine, None] + np.arange(size)]
+        # Equal rows, column by column: the number of the row so far, then of it with one more.
+        number = kinds[:, 0]
+        for column in range(1, size):
+            _, number = np.unique(number, return_inverse=True)
+            number = number * (int(kinds[:, column].max()) + 1) + kinds[:, column]
+        found, number = np.unique(number, return_inverse=True)
+        run[mine] = count + number
+        count += len(found)
+    return run, np.bincount(run, minlength=count)
+
+
+def _chains(
+    segments: SegmentedJob, work: RowTimes, kind: Int64, first: Int64, run: Int64, meets: Bools
+) -> tuple[Int64, tuple[SegmentChain, ...]]:
+    """The chain of every stretch, -1 for a rendezvous; and the chains.
+
+    Args:
+        segments: of the job.
+        work: durations.
+        kind: of each segment.
+        first: of each stretch, its first segment.
+        run: of each stretch, its number as of `_runs`; -1 for a segment on its own.
+        meets: of each kind, whether it is a rendezvous.
+    """
+    matrices = [None if its.rendezvous else transfer_matrix(its, work) for its in segments.kinds]
+    # One name for all that go through the same matrices: a run's, or a kind's.
+    length = np.diff(first, append=len(kind))
+    one = length == 1
+    name = np.where(one, kind[first], len(segments.kinds) + run)
+    names, example, chain = np.unique(name, return_index=True, return_inverse=True)
+    number = np.full(len(names), NONE, np.int64)
+    chains: list[SegmentChain] = []
+    for which, at in enumerate(example.tolist()):
+        its = [matrices[k] for k in kind[first[at] : first[at] + length[at]].tolist()]
+        if its[0] is not None:
+            number[which] = len(chains)
+            chains.append(SegmentChain(tuple(matrix for matrix in its if matrix is not None)))
+    return number[chain], tuple(chains)
+
+
+_Ends = tuple[Int64, Int64, Int64]
+
+
+def _edges(sequences: Sequence[SegmentSequence], first_of: Int64, first: Int64) -> tuple[_Ends, _Ends]:
+    """Where the inputs of each stretch begin, with ports and edges; and the outputs."""
+    none = [np.zeros(0, np.int64)]
+    reader = np.concatenate(none + [its.reader + at for its, at in zip(sequences, first_of, strict=False)])
+    made_by = np.concatenate(none + [its.made_by + at for its, at in zip(sequences, first_of, strict=False)])
+    ports = (
+        np.concatenate(none + [its.into for its in sequences]),
+        np.concatenate(none + [i.out for i in sequences]),
+    )
+    found = []
+    for segment, port in zip((reader, made_by), ports, strict=True):
+        stretch = np.searchsorted(first, segment, side="right") - 1
+        edge = np.argsort(stretch, kind="stable")
+        found.append((np.searchsorted(stretch[edge], np.arange(len(first) + 1)), port[edge], edge))
+    return found[0], found[1]
+
+
+def _chain_columns(segments: SegmentedJob, work: RowTimes, chains: Sequence[SegmentChain]) -> _Chains:
+    none, lengths = np.zeros(0, np.int64), [len(its.lanes) for its in chains]
+    columns = (
+        np.concatenate([none, *(its.over.ravel() for its in chains)]),
+        np.cumsum([0, *(its.over.size for its in chains)]),
+        np.array([lane for its in chains for lane in its.lanes], np.int64),
+        np.cumsum([0, *lengths]),
+        np.array([its.inputs for its in chains], np.int64),
+        np.array([len(its.over) - length for its, length in zip(chains, lengths, strict=True)], np.int64),
+        np.array([its.uses for its in chains], np.int64),
+        np.array(work.lane, np.int64),
+        work.device.ravel(),
+        work.host.ravel(),
+        np.array(segments.members, np.int64),
+        np.array([1 + len(segments.job.streams), work.device.shape[1]], np.int64),
+    )
+    return _Chains(*(array(column, np.int64) for column in columns))
+
+
+def _begin(segments: SegmentedJob, stretches: Stretches, chains: _Chains) -> _State:
+    lanes, scenarios = chains.sizes.tolist()
+    programs, met = len(segments.sequences), len(segments.members)
+    entries = np.diff(chains.lanes_at) + chains.inputs
+    exits = np.diff(chains.lanes_at) + chains.outputs
+    return _State(
+        clocks=np.zeros(programs * lanes * scenarios, np.int64),
+        pending=np.zeros(programs, np.int64),
+        at=stretches.bounds[:-1].copy(),
+        queue=np.arange(programs),
+        queued=np.ones(programs, np.int64),
+        entries=np.zeros(int(stretches.entry_at[-1]), np.int64),
+        outputs=np.full(len(stretches.in_edge) * scenarios, UNKNOWN),
+        begins=np.full(met * scenarios, NEVER),
+        last=np.full(met, NONE, np.int64),
+        arrived=np.zeros(met, np.int64),
+        head=np.full(met, NONE, np.int64),
+        behind=np.full(len(stretches.chain), NONE, np.int64),
+        entry=np.zeros(max(1, int(entries.max(initial=0))) * scenarios, np.int64),
+        exit=np.zeros(max(1, int(exits.max(initial=0))) * scenarios, np.int64),
+    )
+
+
+# The loop, which is compiled where there is much to do: clocks are sent through the stretches.
+
+
+def _told(stretches: Stretches, chains: _Chains, state: _State, stretch: int, first: int, inputs: int) -> bool:
+    """Writes when the inputs of a stretch ended, from an entry on; whether all are known."""
+    scenarios = chains.sizes[1]
+    for each in range(first * scenarios, (first + inputs) * scenarios):
+        state.entry[each] = NEVER
+    for its in range(stretches.in_at[stretch], stretches.in_at[stretch + 1]):
+        into = (first + stretches.in_port[its]) * scenarios
+        out = stretches.in_edge[its] * scenarios
+        if state.outputs[out] == UNKNOWN:
+            return False
+        for each in range(scenarios):
+            state.entry[into + each] = max(state.entry[into + each], state.outputs[out + each])
+    return True
+
+
+def _come(stretches: Stretches, chains: _Chains, state: _State, program: int, stretch: int) -> bool:
+    """A program comes to a rendezvous; whether it can."""
+    scenarios, row = chains.sizes[1], stretches.row[stretch]
+    lane, meeting = chains.lane[row], stretches.rendezvous[stretch]
+    if state.pending[program] & (1 | 1 << lane) or not _told(stretches, chains, state, stretch, 0, 1):
+        return False
+    host = program * chains.sizes[0] * scenarios
+    mine, entry = host + lane * scenarios, stretches.entry_at[stretch]
+    state.entries[entry] = state.clocks[host]
+    state.entries[entry + 1] = state.clocks[mine]
+    state.entries[entry + 2] = state.entry[0]
+    for each in range(scenarios):
+        state.clocks[host + each] += chains.host[row * scenarios + each]
+        ready = max(state.clocks[host + each], state.clocks[mine + each], state.entry[each])
+        before = state.begins[meeting * scenarios + each]
+        # In the first scenario, which is the step: of those that are ready last, the first in order.
+        if each == 0 and (
+            ready > before or state.last[meeting] < 0 or (ready == before and stretch < state.last[meeting])
+        ):
+            state.last[meeting] = stretch
+        state.begins[meeting * scenarios + each] = max(before, ready)
+    state.pending[program] |= 1 << lane
+    state.behind[stretch] = state.head[meeting]
+    state.head[meeting] = stretch
+    state.arrived[meeting] += 1
+    return True
+
+
+def _meet_all(stretches: Stretches, chains: _Chains, state: _State, meeting: int, queue: int) -> int:
+    """All have come to a rendezvous and go on from it; returns how many programs are in the queue."""
+    scenarios, its = chains.sizes[1], state.head[meeting]
+    while its >= 0:
+        program, row = stretches.program[its], stretches.row[its]
+        lane = chains.lane[row]
+        for each in range(scenarios):
+            end = state.begins[meeting * scenarios + each] + chains.device[row * scenarios + each]
+            state.clocks[(program * chains.sizes[0] + lane) * scenarios + each] = end
+            for out in range(stretches.out_at[its], stretches.out_at[its + 1]):
+                state.outputs[stretches.out_edge[out] * scenarios + each] = end
+        state.pending[program] &= ~(1 << lane)
+        if not state.queued[program]:
+            state.queued[program] = 1
+            state.queue[queue] = program
+            queue += 1
+        its = state.behind[its]
+    return queue
+
+
+def _go(stretches: Stretches, chains: _Chains, state: _State, program: int, stretch: int) -> bool:
+    """A program goes through a chain, its clocks as a vector of max-plus algebra; whether it can."""
+    chain, scenarios = stretches.chain[stretch], chains.sizes[1]
+    if state.pending[program] & chains.uses[chain]:
+        return False
+    first, own = chains.lanes_at[chain], program * chains.sizes[0]
+    lanes, inputs = chains.lanes_at[chain + 1] - first, chains.inputs[chain]
+    if not _told(stretches, chains, state, stretch, lanes, inputs):
+        return False
+    for lane in range(lanes):
+        for each in range(scenarios):
+            clock = state.clocks[(own + chains.lanes[first + lane]) * scenarios + each]
+            state.entry[lane * scenarios + each] = clock
+    for entry in range(lanes + inputs):
+        state.entries[stretches.entry_at[stretch] + entry] = state.entry[entry * scenarios]
+    over, width = chains.over_at[chain], (lanes + inputs) * scenarios
+    for out in range(lanes + chains.outputs[chain]):
+        for each in range(scenarios):
+            latest = chains.over[over + each] + state.entry[each]
+            for entry in range(scenarios + each, width, scenarios):
+                latest = max(latest, chains.over[over + entry] + state.entry[entry])
+            state.exit[out * scenarios + each] = latest
+        over += width
+    for lane in range(lanes):
+        for each in range(scenarios):
+            state.clocks[(own + chains.lanes[first + lane]) * scenarios + each] = state.exit[
+                lane * scenarios + each
+            ]
+    for its in range(stretches.out_at[stretch], stretches.out_at[stretch + 1]):
+        for each in range(scenarios):
+            end = state.exit[(lanes + stretches.out_port[its]) * scenarios + each]
+            state.outputs[stretches.out_edge[its] * scenarios + each] = end
+    return True
+
+
+def _send_through(stretches: Stretches, chains: _Chains, state: _State) -> None:
+    """Sends the clocks of all programs through their stretches, each as far as it gets, until none moves."""
+    queue = len(state.queue)
+    while queue > 0:
+        queue -= 1
+        program = state.queue[queue]
+        state.queued[program] = 0
+        while state.at[program] < stretches.bounds[program + 1]:
+            stretch = state.at[program]
+            if stretches.chain[stretch] >= 0:
+                if not _go(stretches, chains, state, program, stretch):
+                    break
+            else:
+                if not _come(stretches, chains, state, program, stretch):
+                    break
+                meeting = stretches.rendezvous[stretch]
+                if state.arrived[meeting] == chains.members[meeting]:
+                    queue = _meet_all(stretches, chains, state, meeting, queue)
+            state.at[program] = stretch + 1
 
 
 # -- when operations start ----------------------------------------------------------------------------------------
@@ -845,11 +1036,12 @@ def program_timeline(run: SegmentRun, program: int) -> Timeline:
         for entry in range(matrix.starts.shape[2]):
             np.maximum(found, matrix.starts[:, :, entry] + entries[:, entry, None, None], out=found)
         start[position] = found
-    for stretch, its in zip(run.stretches[program], run.entries[program], strict=True):
-        if stretch.chain is None:
-            here = int(sequence.start[stretch.first])
-            op[here] = stretch.row
-            start[here] = its[0, 0], run.met[int(sequence.rendezvous[stretch.first])].start
+    its = run.stretches
+    mine = np.arange(its.bounds[program], its.bounds[program + 1])
+    mine = mine[its.chain[mine] == NONE]
+    here = sequence.start[its.first[mine]]
+    op[here] = its.row[mine]
+    start[here] = np.stack([run.entries[its.entry_at[mine]], run.begins[its.rendezvous[mine]]], axis=1)
     calls = job.programs[program].calls
     lengths = calls[:, 2] - calls[:, 1]
     instance, micro_batch = (np.repeat(calls[:, field].astype(np.int32), 2 * lengths) for field in (3, 4))
@@ -872,15 +1064,16 @@ def program_timeline(run: SegmentRun, program: int) -> Timeline:
 
 def _by_matrix(run: SegmentRun, program: int) -> Iterator[tuple[TransferMatrix, Int64, Int64]]:
     """Numbers of segments that are alike, and int64 [segments, entries] with which they begin."""
-    alike: dict[SegmentChain, tuple[list[int], list[Int64]]] = {}
-    for stretch, entry in zip(run.stretches[program], run.entries[program], strict=True):
-        if stretch.chain is not None:
-            firsts, entries = alike.setdefault(stretch.chain, ([], []))
-            firsts.append(stretch.first)
-            entries.append(entry[:, 0])
+    its = run.stretches
+    begin, end = its.bounds[program : program + 2].tolist()
+    chains = its.chain[begin:end]
+    order = begin + np.argsort(chains, kind="stable")
+    bounds = np.searchsorted(its.chain[order], np.arange(len(run.chains) + 1))
     found: dict[TransferMatrix, list[tuple[Int64, Int64]]] = {}
-    for chain, (firsts, entries) in alike.items():
-        first, entry = np.array(firsts), np.array(entries)
+    for number in distinct(chains[chains != NONE]).tolist():
+        chain, mine = run.chains[number], order[bounds[number] : bounds[number + 1]]
+        first = its.first[mine]
+        entry = run.entries[its.entry_at[mine, None] + np.arange(len(chain.lanes) + chain.inputs)]
         for at, (matrix, before) in enumerate(zip(chain.matrices, chain.before, strict=True)):
             into = (before[None] + entry[:, None]).max(axis=2)
             found.setdefault(matrix, []).append((first + at, into))
@@ -927,10 +1120,9 @@ class _Path:
         self.durations: _Times = [run.work.host[:, 0].tolist(), run.work.device[:, 0].tolist()]
         self.total = np.zeros(int(family.max(initial=0)) + 1, np.int64)
         self.ways: dict[tuple[int, int, int, int], _Way] = {}
-        self.kind_of = [sequence.kind.tolist() for sequence in run.segments.sequences]
-        self.stretch_of = [
-            np.repeat(np.arange(len(its)), [stretch.count for stretch in its]).tolist() for its in run.stretches
-        ]
+        self.kind_of = [sequence.kind for sequence in run.segments.sequences]
+        bounds = run.stretches.bounds
+        self.firsts = [run.stretches.first[begin:end] for begin, end in pairwise(bounds.tolist())]
         self.last_on = cache(self._last_on)
 
     # -- where a path begins -------------------------------------------------------------------------------
@@ -966,24 +1158,34 @@ class _Path:
     def _lane(self, kind: int, op: int) -> int:
         return self.run.work.lane[self.run.segments.kinds[kind].rows[op]]
 
+    def _stretch(self, program: int, segment: int) -> int:
+        first = int(np.searchsorted(self.firsts[program], segment, side="right")) - 1
+        return int(self.run.stretches.bounds[program]) + first
+
+    def _chain(self, stretch: int) -> SegmentChain | None:
+        number = int(self.run.stretches.chain[stretch])
+        return None if number == NONE else self.run.chains[number]
+
     def _matrix(self, program: int, segment: int) -> TransferMatrix | None:
-        stretch = self.run.stretches[program][self.stretch_of[program][segment]]
-        return stretch.chain.matrices[segment - stretch.first] if stretch.chain else None
+        stretch = self._stretch(program, segment)
+        chain = self._chain(stretch)
+        return chain.matrices[segment - int(self.run.stretches.first[stretch])] if chain else None
 
     def _entry(self, program: int, segment: int) -> Int64:
         """Clocks with which a segment begins."""
-        number = self.stretch_of[program][segment]
-        stretch, entry = self.run.stretches[program][number], self.run.entries[program][number][:, 0]
-        if stretch.chain is None:
+        stretch = self._stretch(program, segment)
+        its, chain = self.run.stretches, self._chain(stretch)
+        entry = self.run.entries[its.entry_at[stretch] : its.entry_at[stretch + 1]]
+        if chain is None:
             return entry
-        into: Int64 = (stretch.chain.before[segment - stretch.first] + entry).max(axis=1)
+        into: Int64 = (chain.before[segment - int(its.first[stretch])] + entry).max(axis=1)
         return into
 
     def _ends(self, program: int, segment: int) -> _Times:
         its, rows = self._matrix(program, segment), self.run.segments.kinds[self.kind_of[program][segment]].rows
         if its is None:
-            met = self.run.met[int(self.run.segments.sequences[program].rendezvous[segment])]
-            starts = [[int(self._entry(program, segment)[0]), met.start]]
+            met = int(self.run.segments.sequences[program].rendezvous[segment])
+            starts = [[int(self._entry(program, segment)[0]), int(self.run.begins[met])]]
         else:
             starts = (its.starts + self._entry(program, segment)).max(axis=2).tolist()
         return [
@@ -1007,10 +1209,13 @@ class _Path:
 
     def _maker(self, program: int, segment: int, in_port: int) -> Task:
         """What an input waited for: of several that ended last, the first."""
-        sequence, ends = self.run.segments.sequences[program], self.run.outputs[program]
-        edges = [edge for its, edge in sequence.incoming[segment] if its == in_port]
-        its, out_port = sequence.maker[max(edges, key=lambda edge: int(ends[edge][0]))]
-        return program, its, self.run.segments.kinds[self.kind_of[program][its]].outputs[out_port], DEVICE
+        its = self.run.stretches
+        stretch = self._stretch(program, segment)
+        here = np.arange(its.in_at[stretch], its.in_at[stretch + 1])
+        edges = its.in_edge[here[its.in_port[here] == in_port]]
+        edge = int(edges[self.run.outputs[edges].argmax()])
+        maker, out_port = self.run.maker(program, edge)
+        return program, maker, self.run.segments.kinds[self.kind_of[program][maker]].outputs[out_port], DEVICE
 
     # -- causes --------------------------------------------------------------------------------------------
 
@@ -1042,7 +1247,8 @@ class _Path:
         self.total[self.family[side][row]] += self.durations[side][row]
         if side == HOST:
             return self.before(program, segment, 0)
-        program, segment = self.run.met[int(self.run.segments.sequences[program].rendezvous[segment])].last
+        last = int(self.run.last[int(self.run.segments.sequences[program].rendezvous[segment])])
+        program, segment = int(self.run.stretches.program[last]), int(self.run.stretches.first[last])
         row = self.run.segments.kinds[self.kind_of[program][segment]].rows.start
         host, now, told = self._entry(program, segment).tolist()
         issued = host + self.durations[HOST][row]

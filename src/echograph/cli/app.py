@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import importlib.util
 import io
 import os
@@ -66,8 +65,6 @@ def require_torch(purpose: str = "compiling models") -> None:
 
 def run(app: typer.Typer, name: str) -> None:
     """Runs a command line: exit 0, 1 for an error, 2 for wrong usage; never a traceback without --debug."""
-    # What a command builds lives until it ends: the usual thresholds make it look for garbage in vain.
-    gc.set_threshold(100_000, 50, 50)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # What the terminal's encoding lacks is spelt out, too.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+# No prediction multiplies matrices that are worth a thread; NumPy would start one for each core.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from echograph.cli.app import make_app, require_torch, run
 from echograph.cli.options import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -34,32 +35,50 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     A parameter of a dataclass's type gets one, made of what is given; one that is
     `Annotated[dict[str, Any], Dataclass]` gets only what is given, by the fields' names.
     """
-    hints = get_type_hints(command, include_extras=True)
-    declared = inspect.signature(command).parameters.values()
-    own = [p.replace(annotation=hints[p.name], kind=_KEYWORD) for p in declared]
-    groups = {p.name: group for p in own if (group := _group(p.annotation)) is not None}
+    return _WithOptions(command)
 
-    def run(**values: Any) -> None:
+
+class _WithOptions:
+    """A command whose options are made when Typer asks for them: of all commands, one runs."""
+
+    def __init__(self, command: Callable[..., None]) -> None:
+        self.command = command
+        self.__doc__, self.__name__ = command.__doc__, command.__name__
+
+    def __call__(self, **values: Any) -> None:
         file = values.pop("plan_file", None)
-        for name, group in groups.items():
+        for name, group in self._groups.items():
             asked = {} if file is None or group is not Plan else read_plan(file)
             for f in fields(group):
                 value = values.pop(f.name)
                 if value not in (None, (), []):
                     asked[f.name] = tuple(value) if isinstance(value, list) else value
-            values[name] = group(**asked) if is_dataclass(hints[name]) else asked
-        command(**values)
+            values[name] = group(**asked) if is_dataclass(self._hints[name]) else asked
+        self.command(**values)
 
-    made: list[inspect.Parameter] = []
-    for parameter in own:
-        group = groups.get(parameter.name)
-        made += [parameter] if group is None else _options(group)
-        if group is Plan:
-            made.append(inspect.Parameter("plan_file", _KEYWORD, default=None, annotation=_FILE))
-    run.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in made}
-    run.__doc__, run.__name__ = command.__doc__, command.__name__
-    return run
+    @property
+    def __signature__(self) -> inspect.Signature:
+        made: list[inspect.Parameter] = []
+        for name, parameter in inspect.signature(self.command).parameters.items():
+            group = self._groups.get(name)
+            own = parameter.replace(annotation=self._hints[name], kind=_KEYWORD)
+            made += [own] if group is None else _options(group)
+            if group is Plan:
+                made.append(inspect.Parameter("plan_file", _KEYWORD, default=None, annotation=_FILE))
+        return inspect.Signature(made)
+
+    @property
+    def __annotations__(self) -> dict[str, Any]:  # type: ignore[override]
+        return {name: parameter.annotation for name, parameter in self.__signature__.parameters.items()}
+
+    @cached_property
+    def _hints(self) -> dict[str, Any]:
+        return get_type_hints(self.command, include_extras=True)
+
+    @cached_property
+    def _groups(self) -> dict[str, Any]:
+        """The dataclasses whose fields are options, by the names of the command's parameters."""
+        return {name: group for name, hint in self._hints.items() if (group := _group(hint)) is not None}
 
 
 def _group(hint: Any) -> Any:

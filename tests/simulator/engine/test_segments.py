@@ -21,6 +21,7 @@ from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import OpKind
+from echograph.simulator.breakdown import breakdown
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.durations import Durations
 from echograph.simulator.engine import Roles, static, write_timeline
@@ -34,6 +35,7 @@ from echograph.simulator.engine.segments import (
     work_of,
 )
 from echograph.simulator.engine.segments import simulate as segments
+from echograph.simulator.engine.spent import breakdowns_of
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import families, largest_first, limits
 from echograph.simulator.simulate import simulate
@@ -73,7 +75,9 @@ def check(job: JobGraph, device: np.ndarray, host: np.ndarray, found: SegmentRun
         last, total = critical_path(found, families(job))
         assert last == timeline.program[np.argmax(timeline.end)]
         assert largest_first(job, total, timeline.makespan) == limits(job, timeline)
+        spent = breakdowns_of(found, compile_it=False)
         for program in range(len(job.programs)):
+            assert spent(program) == breakdown(job, timeline, program)
             mine, own = timeline.program == program, program_timeline(found, program)
             for column in ("lane", "stream", "op", "instance", "micro_batch", "start", "duration"):
                 assert np.array_equal(getattr(own, column), getattr(timeline, column)[mine]), column
@@ -194,3 +198,16 @@ def test_times_whose_sum_64_bits_do_not_hold_run_task_by_task() -> None:
         algorithm={},
     )
     assert segments(Roles(job=job, times=long, issue=long.picoseconds, host=HOST)) is None
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_compiled_loops_say_what_they_say_interpreted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times, critical path and breakdowns of all roles, of steps with much to do as of those with little."""
+    job = timed(JOBS[name](Fold()(layered_step(8))), CLUSTER.device, 30 * US)
+    records = []
+    for compile_from in (10**12, 0):
+        monkeypatch.setattr("echograph.simulator.engine.segments.COMPILE_FROM", compile_from)
+        record = simulate(job, CLUSTER, HOST, engine="segments").to_json()
+        record["simulation"].pop("wall_s")
+        records.append(record)
+    assert records[0] == records[1]
