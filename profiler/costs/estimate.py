@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from echograph.errors import GraphError, UnavailableError
-from echograph.ir.columns import NONE, Float64, Int64
+from echograph.ir.columns import NONE, Float64, Int64, TensorTable
 from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate
 from echograph.ir.passes.fuse import DRAWS
@@ -182,16 +183,17 @@ def estimate(
 def _alike(graph: Graph, rows: list[int]) -> tuple[list[tuple[int, Hashable]], Int64]:
     """Operations that differ in what their cost depends on, with that, and for each operation which it is like."""
     numbers: dict[CostKey, int] = {}
-    signatures, types = _signatures(graph, rows)
+    signatures, type_of, types = _signatures(graph, rows)
     number_of = [numbers.setdefault(key, len(numbers)) for key in signatures]
     first = dict(zip(reversed(number_of), reversed(rows), strict=True))
-    ops, found = graph.ops, list[tuple[int, Hashable]]()
-    values = (*ops.attribute_values, None)  # none is -1, the last
-    for (kind, name, phase, attributes, *sizes, inputs, outputs), number in numbers.items():
+    ops, values = graph.ops, (*graph.ops.attribute_values, None)  # none is -1, the last
+    found = list[tuple[int, Hashable]]()
+    for number in range(len(numbers)):
         row = first[number]
-        sides = tuple(tuple(types[i] for i in side) for side in (inputs, outputs))
-        what = kind, ops.strings[name], phase, values[attributes], ops.flops.item(row), *sizes, sides
-        found.append((row, what))
+        sides = tuple(tuple(types[type_of.item(i)] for i in side.row(row)) for side in (ops.inputs, ops.outputs))
+        sizes = (column.item(row) for column in (ops.flops, ops.bytes_read, ops.bytes_written, ops.nbytes))
+        name, attributes = ops.strings[ops.name.item(row)], values[ops.attributes.item(row)]
+        found.append((row, (ops.kind.item(row), name, ops.phase.item(row), attributes, *sizes, sides)))
     return found, np.array(number_of, np.int64)
 
 
@@ -311,31 +313,42 @@ def _query_key_value(op: Compute, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     return inputs[1:4] if "backward" in op.name else inputs[:3]
 
 
-CostKey = tuple[Any, ...]
+CostKey = tuple[bytes, bytes, bytes]
 
 
-def _signatures(graph: Graph, rows: list[int]) -> tuple[list[CostKey], list[Hashable]]:
+def _signatures(graph: Graph, rows: list[int]) -> tuple[list[CostKey], Int64, list[Hashable]]:
     """Of each operation what its cost depends on, read off the columns: equal ones are costed once.
 
     Returns:
-        Kind, name, phase, attributes, bytes and operands of each, and the types by which operands are numbered.
+        Of each operation its columns and the types of its operands, as they stand in memory; the number of every
+        tensor's type; and the types, data type and extents, by number.
     """
-    ops, tensors = graph.ops, graph.tensors
-    types: dict[Hashable, int] = {}
-    shapes, ends = tensors.shape.values.tolist(), tensors.shape.offsets.tolist()
-    spans = zip(tensors.dtype.tolist(), ends, ends[1:], strict=False)
-    of = np.array(
-        [types.setdefault((dtype, *shapes[low:high]), len(types)) for dtype, low, high in spans], np.int64
-    )
+    ops, (type_of, types) = graph.ops, _types(graph.tensors)
     columns = (ops.kind, ops.name, ops.phase, ops.attributes, ops.bytes_read, ops.bytes_written, ops.nbytes)
-    (of_in, begin), (of_out, start) = (
-        (of[side.values].tolist(), side.offsets.tolist()) for side in (ops.inputs, ops.outputs)
-    )
-    found = [
-        (*rest, tuple(of_in[begin[row] : begin[row + 1]]), tuple(of_out[start[row] : start[row + 1]]))
-        for row, *rest in zip(rows, *(column[rows].tolist() for column in columns), strict=True)
-    ]
-    return found, list(types)
+    found = _in_memory([column[rows] for column in columns])
+    sides = []
+    for side in (ops.inputs, ops.outputs):
+        held, ends = type_of[side.values].tobytes(), (side.offsets * type_of.itemsize).tolist()
+        sides.append([held[ends[row] : ends[row + 1]] for row in rows])
+    return list(zip(found, *sides, strict=True)), type_of, types
+
+
+def _types(tensors: TensorTable) -> tuple[Int64, list[Hashable]]:
+    """For every tensor the number of its type, and the types: data type and extents."""
+    shape, lengths = tensors.shape, tensors.shape.lengths
+    extents = np.full((int(lengths.max(initial=0)), len(tensors)), NONE, np.int64)
+    extents[np.arange(len(shape.values)) - np.repeat(shape.offsets[:-1], lengths), shape.rows] = shape.values
+    numbers: dict[bytes, int] = {}
+    keys = _in_memory([tensors.dtype, lengths, *extents])
+    type_of = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+    first = np.unique(type_of, return_index=True)[1].tolist()
+    return type_of, [(tensors.dtype.item(row), *shape.row(row)) for row in first]
+
+
+def _in_memory(columns: Sequence[npt.NDArray[Any]]) -> list[bytes]:
+    """The rows of a table of integers, each as it stands in memory."""
+    table = np.stack([column.astype(np.int64) for column in columns], axis=1)
+    return list(table.view(f"V{table.shape[1] * table.itemsize}").ravel().tolist())
 
 
 def cost_of(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> CostEstimate:
