@@ -391,7 +391,8 @@ def _value(path: Path, key: str, value: Any, kind: type) -> Any:
         return ",".join(map(str, value))
     if type(value) is not kind:
         words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-        raise UsageError(f"plan file {path}: {key} is {str(value)[:40]!r}: give {words[kind]}")
+        said = str(value).lower() if isinstance(value, bool) else repr(str(value)[:40])
+        raise UsageError(f"plan file {path}: {key} is {said}: give {words[kind]}")
     return value
 
 
