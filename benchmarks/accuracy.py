@@ -53,12 +53,12 @@ def main() -> None:
     }
     calibration = calibrate(arguments.results)
     for row in answered(row for family in named.values() for row in family):
-        hold(row, calibration.left_out[row["family"]])
+        hold(row, calibration.left_out.get(row["family"], calibration.form))
     parts = {
         "families": families_table(named, titles, peers),
         "plots": plots_table(named, arguments.page.with_suffix("")),
         "intervals": intervals_table(calibration),
-        "believe": believe_tables([row for rows in named.values() for row in rows]),
+        "believe": believe_tables(measured(row for rows in named.values() for row in rows)),
     }
     text = arguments.page.read_text(encoding="utf-8")
     for name, part in parts.items():
@@ -104,6 +104,11 @@ def answered(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["error"] is not None]
 
 
+def measured(rows: Iterable[Row]) -> list[Row]:
+    """Those whose step is a measurement."""
+    return [row for row in rows if not row.get("computed")]
+
+
 def mean_error(rows: Sequence[Row]) -> float:
     """Mean absolute error."""
     return statistics.mean(abs(row["error"]) for row in rows)
@@ -117,22 +122,28 @@ def percent(value: float, form: str = ".1f") -> str:
 def families_table(
     families: dict[str, list[Row]], titles: dict[str, str], peers: dict[str, dict[str, float]]
 ) -> str:
-    """Errors by family, of its dense models and those with experts apart, and the mean over families."""
-    lines, means = [], []
+    """Errors by family, of its dense models and those with experts apart, and the mean over families.
+
+    A family of steps that were computed has a line, and no part in the mean.
+    """
+    lines, means, others = [], [], []
     for name, all_rows in families.items():
-        lines.append(family_line(f"{name}: {titles.get(name, '')}", all_rows, peers.get(name, {})))
         rows = answered(all_rows)
-        means += [mean_error(rows)] if rows else []
+        judges = bool(measured(all_rows))
+        told = "" if judges else "; no measurements"
+        lines.append(family_line(f"{name}: {titles.get(name, '')}{told}", all_rows, peers.get(name, {})))
+        (means if judges else others).extend([mean_error(rows)] if rows else [])
         kinds = grouped(rows, lambda row: "with experts" if row.get("experts") else "dense")
         lines += [family_line(f"{name}, {kind}", kinds[kind], {}) for kind in sorted(kinds) if len(kinds) > 1]
     head = ("family", "rows", "of", "mean", "median", "bias", "in interval", "worst", *TOOL_TITLES)
-    every = [row for rows in families.values() for row in rows]
+    every = measured(row for rows in families.values() for row in rows)
     done = answered(every)
     median = statistics.median(abs(row["error"]) for row in done)
+    with_others = f" ({percent(statistics.mean(means + others))} with what was computed)" if others else ""
     told = (
-        f"\nMean over {len(means)} families of the same weight: {percent(statistics.mean(means))}; over all "
-        f"{len(done):,} steps {percent(mean_error(done))} (median {percent(median)}). {len(done):,} of "
-        f"{len(every):,} rows are answered. Worst rows by number.\n"
+        f"\nMean over {len(means)} families of the same weight: {percent(statistics.mean(means))}{with_others}; "
+        f"over all {len(done):,} measured steps {percent(mean_error(done))} (median {percent(median)}). "
+        f"{len(done):,} of {len(every):,} rows are answered. Worst rows by number.\n"
     )
     return table(head, lines) + told
 

@@ -31,8 +31,8 @@ from echograph.profiler.costs.device import PowerModel
 from echograph.workflow.validation import run, trainers
 from echograph.workflow.validation.table import MeasuredStep, read
 
-NEMO, MEGATRON_2021 = ("dgxc", "mlperf"), ("sc21t1", "kor22", "mlm2009", "vtrainM", "vtrainS", "bloom")
-EVERY = ("dgxc", "mbridge", "mlperf", "titan", "mpt", "kor22", "sc21t1", "sc21t2", "vtrainM", "vtrainS", "bloom")
+NEMO, MEGATRON_2021 = ("dgxc", "mlperf"), ("sc21t1", "kor22", "mlm2009", "vtrainM", "bloom")
+EVERY = ("dgxc", "mbridge", "mlperf", "titan", "mpt", "kor22", "sc21t1", "sc21t2", "vtrainM", "bloom")
 Undo = AbstractContextManager[None]
 
 

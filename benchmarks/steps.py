@@ -23,7 +23,7 @@ from echograph.workflow.validation.validate import Validation
 
 DATA = Path(os.environ.get("ECHOGRAPH_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 WHOLE = ("kor22", "sc21t1", "sc21t2")
-SAMPLED = ("vtrainM", "vtrainS", "bloom", "mpt", "titan", "mlperf")
+SAMPLED = ("vtrainM", "bloom", "mpt", "titan", "mlperf")
 
 
 def main() -> None:

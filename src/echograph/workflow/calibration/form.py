@@ -122,6 +122,7 @@ class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
     durations_interval_s: tuple[Annotated[float, msgspec.Meta(ge=0, lt=1e12)], _Seconds] | None = None
     work: dict[str, _Share] = {}
     unsaid: _Share = 0.0
+    computed: bool = False
 
 
 class _Result(msgspec.Struct):
@@ -130,6 +131,8 @@ class _Result(msgspec.Struct):
 
 def read_errors(results: Iterable[str | Path]) -> StepErrors:
     """The predicted rows of what `echosim validate -o` wrote; of a row in several files, that of the last counts.
+
+    Rows whose step was computed by somebody rather than measured have no part.
 
     Raises:
         InputError: a file cannot be read.
@@ -149,10 +152,10 @@ def read_errors(results: Iterable[str | Path]) -> StepErrors:
 
 
 def step_errors(rows: Iterable[PredictedStep]) -> StepErrors:
-    """Rows of `echosim validate --json`, those that are predicted and modelled, as columns."""
+    """Rows of `echosim validate --json` that were measured, and are predicted and modelled, as columns."""
     family, error, known, modelled = [], [], [], []
     for row in rows:
-        part = modelled_part(row.work)
+        part = 0.0 if row.computed else modelled_part(row.work)
         if row.predicted_s is None or row.measured_s is None or row.durations_interval_s is None or not part:
             continue
         sides = standard_errors(row.predicted_s, row.durations_interval_s)

@@ -35,6 +35,7 @@ class Outcome:
         measured_peak_bytes: measured peak memory, where the row has it.
         skipped: why; "" otherwise.
         assumed: what was assumed.
+        computed: whether the table's step is no measurement (`computed`), so that its error judges nothing.
     """
 
     id: str
@@ -54,6 +55,7 @@ class Outcome:
     measured_peak_bytes: int | None = None
     skipped: str = ""
     assumed: tuple[str, ...] = ()
+    computed: bool = False
 
     @property
     def error(self) -> float | None:
@@ -117,6 +119,7 @@ def by_family(
             "rows": len(rows),
             "simulated": len(errors),
             "skipped": sum(bool(row.skipped) for row in rows),
+            "computed": sum(row.computed for row in rows),
             "assumptions": sum(len(row.assumed) for row in rows),
             **summary(list(errors.values())),
             "in_interval": statistics.mean(inside) if inside else None,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from echograph.ir.tables import text_table
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.progress import Progress, silent
+from echograph.workflow.validation.computed import computed_sources
 from echograph.workflow.validation.run import predict_rows
 from echograph.workflow.validation.score import Outcome, by_family, read_peers
 from echograph.workflow.validation.table import read
@@ -25,10 +26,12 @@ class Validation:
     Attributes:
         outcomes: one for each row, in the order of the table.
         families: figures of each family, as `echosim validate --json` has them.
+        computed: sources whose steps are no measurements, and in how many sets of rows that shows.
     """
 
     outcomes: tuple[Outcome, ...]
     families: dict[str, dict[str, Any]]
+    computed: dict[str, int] = field(default_factory=dict)
 
     @property
     def table(self) -> AnswerTable:
@@ -38,7 +41,8 @@ class Validation:
 
     def to_json(self) -> dict[str, Any]:
         """The record of `echosim validate --json`."""
-        return {"families": self.families, "rows": [outcome.to_json() for outcome in self.outcomes]}
+        rows = [outcome.to_json() for outcome in self.outcomes]
+        return {"families": self.families, "computed": self.computed, "rows": rows}
 
     def __str__(self) -> str:
         """Errors by family, the worst rows, and why rows were skipped."""
@@ -68,6 +72,11 @@ def _lines(found: Validation) -> Iterator[str]:
                 f"peak memory of {name}: {memory['rows']} rows, mean error {memory['mean_abs_error']:.1%}, "
                 f"bias {memory['bias']:+.1%}"
             )
+    for source, sets in found.computed.items():
+        yield (
+            f"no measurements: steps of {source} are linear in the number of micro-batches to the last digit, in "
+            f"all {sets} sets of rows that could tell: a program's output, which judges no prediction"
+        )
     reasons = Counter(outcome.skipped for outcome in found.outcomes if outcome.skipped)
     yield from (f"skipped {count}: {why}" for why, count in reasons.most_common())
     assumed = Counter(what for outcome in found.outcomes for what in outcome.assumed)
@@ -100,5 +109,9 @@ def validate(
     """
     rows = read(Path(table), tuple(families), tuple(grades))
     said = read_peers(Path(peers)) if peers else {}
-    outcomes = predict_rows(rows, jobs, say)
-    return Validation(outcomes=tuple(outcomes), families=by_family(outcomes, said))
+    computed = computed_sources(rows)
+    outcomes = [
+        replace(outcome, computed=row.text("source") in computed)
+        for row, outcome in zip(rows, predict_rows(rows, jobs, say), strict=True)
+    ]
+    return Validation(outcomes=tuple(outcomes), families=by_family(outcomes, said), computed=computed)
