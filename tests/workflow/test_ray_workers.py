@@ -117,7 +117,7 @@ def test_an_address_that_takes_no_connection_is_said_at_once(
         port = server.getsockname()[1]  # nobody listens there once it is closed
     at = WorkerOptions(engine="ray", address=address.format(port))
     with (
-        pytest.raises(UsageError, match="no Ray cluster answers .*refused"),
+        pytest.raises(UsageError, match=r"no Ray cluster answers .*refused"),
         workers(lambda: lambda point: point, at),
     ):
         pass

@@ -396,6 +396,18 @@ def _value(path: Path, key: str, value: Any, kind: type) -> Any:
     return value
 
 
+def lighter_ends(layers: int, chunks: int) -> str:
+    """Layers of each chunk, as `stage_layers` has them, where embedding and loss take the place of a layer each.
+
+    Llama 3's 126 layers are so spread (Dubey et al., 2024, section 3.3.2), and Megatron-LM has options for it. ""
+    where layers divide evenly, or do not so either.
+    """
+    even, rest = divmod(layers + 2, chunks)
+    if layers % chunks == 0 or rest:
+        return ""
+    return ",".join(str(even - (chunk in (0, chunks - 1))) for chunk in range(chunks))
+
+
 # -- what a plan makes of a graph -----------------------------------------------------------------------------
 
 

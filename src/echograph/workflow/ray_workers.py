@@ -68,7 +68,7 @@ class _Actors:
 
 
 def _reach(address: str) -> None:
-    """Whether something listens at HOST:PORT or ray://HOST:PORT, which Ray itself would wait for many minutes to find.
+    """Whether something listens at HOST:PORT or ray://HOST:PORT; Ray itself would ask for many minutes.
 
     Raises:
         OSError: nothing does.

@@ -30,7 +30,9 @@ class TrainingOptions:
     """
 
     train_tokens: str = option("", "Tokens (or samples, where they have none) of the training, as 1T or 300B.")
-    days: float | None = option(None, "Days that the training may take: the fewest GPUs that it needs.", "not asked")
+    days: float | None = option(
+        None, "Days that the training may take: the fewest GPUs that it needs.", "not asked"
+    )
     gpu_hour: float = option(0.0, "Price of one GPU for an hour, in any currency.", "not asked")
     pue: float = option(PUE, "Power of the site over that of its computers.", f"{PUE}, Uptime Institute 2024")
     g_per_kwh: float = option(0.0, "Grams of CO2 for a kilowatt-hour of the site.", "not asked")
