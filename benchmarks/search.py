@@ -6,8 +6,9 @@ python -m benchmarks.search published TABLE [--only ID ...]
 
 - ranking: RESULT.json is what `echosim validate TABLE -o` wrote. Of every two rows with the same model, GPUs and
   work (batch, sequence, types, trainer), and different plans, whose measured times are more than 5 % apart: is the
-  one that was measured as the faster predicted to be? One family has most of the pairs, so each is listed, and the
-  mean of families stands beside the mean of pairs.
+  one that was measured as the faster predicted to be? Then of every two with the same model and GPUs, whatever
+  their work. Each family is listed, and the mean of families stands beside the mean of pairs. Steps that were
+  computed rather than measured (`validation/computed.py`) are left out.
 - exhaustive: small spaces of well-known models. Every plan is predicted, and the first by step that fits in memory
   is held against what the search found, as are the processor seconds of both.
 - published: rows of TABLE, each searched among the neighbours of its plan: sizes half and twice as large, chunks
@@ -22,22 +23,26 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import echograph as eg
 from echograph.errors import EchoError
+from echograph.ir.passes.pipeline.placement import layer_names
 from echograph.workflow.compile import compile_entry
+from echograph.workflow.plan import lighter_ends
 from echograph.workflow.predictor import Predictor
 from echograph.workflow.search.space import AXES, space
+from echograph.workflow.validation.computed import computed_sources
 from echograph.workflow.validation.setup import Setup, setup
 from echograph.workflow.validation.table import MeasuredStep, read
 
 APART = 1.05
+OF_MACHINE = ("model", "gpu_type", "n_gpus")
 OF_WORK = (
-    "model", "gpu_type", "n_gpus", "layers", "hidden", "seq_len", "global_batch", "precision", "attention",
+    *OF_MACHINE, "layers", "hidden", "seq_len", "global_batch", "precision", "attention",
     "trainer",
 )  # fmt: skip
 OF_PLAN = ("tp", "pp", "vpp", "dp", "cp", "ep", "sequence_parallel", "zero_stage", "recompute", "micro_batch")
@@ -53,17 +58,20 @@ class Order:
     right: int = 0
 
 
-def ranking(rows: Iterable[MeasuredStep], predicted_s: Mapping[str, float]) -> dict[str, Order]:
+def ranking(
+    rows: Iterable[MeasuredStep], predicted_s: Mapping[str, float], alike: Sequence[str] = OF_WORK
+) -> dict[str, Order]:
     """The pairs of each family.
 
     Args:
         rows: measured steps.
         predicted_s: predictions of those that have one, by their ids.
+        alike: columns that are the same in both rows of a pair.
     """
     groups: dict[tuple[str, ...], list[MeasuredStep]] = defaultdict(list)
     for row in rows:
         if row.id in predicted_s:
-            groups[(row.family, *map(row.text, OF_WORK))].append(row)
+            groups[(row.family, *map(row.text, alike))].append(row)
     found: dict[str, Order] = defaultdict(Order)
     for (family, *_), members in groups.items():
         for one, other in combinations(members, 2):
@@ -80,12 +88,20 @@ def print_ranking(table: Path, result: Path) -> None:
     predicted = {
         row["id"]: row["predicted_s"] for row in json.loads(result.read_text())["rows"] if row["predicted_s"]
     }
-    found = ranking(read(table, grades=("A", "B")), predicted)
+    rows = read(table, grades=("A", "B"))
+    computed = computed_sources(rows)
+    measured = [row for row in rows if row.text("source") not in computed]
+    for what, alike in (("the same model, GPUs and work", OF_WORK), ("the same model and GPUs", OF_MACHINE)):
+        print(f"Pairs with {what}:")
+        _print_orders(ranking(measured, predicted, alike))
+
+
+def _print_orders(found: Mapping[str, Order]) -> None:
     for family, order in sorted(found.items(), key=lambda item: -item[1].pairs):
-        print(f"{family:<12} {order.right:>6,} of {order.pairs:>6,} pairs  {order.right / order.pairs:6.1%}")
+        print(f"  {family:<12} {order.right:>6,} of {order.pairs:>6,} pairs  {order.right / order.pairs:6.1%}")
     right, pairs = (sum(getattr(order, name) for order in found.values()) for name in ("right", "pairs"))
     families = sum(order.right / order.pairs for order in found.values()) / len(found)
-    print(f"{'all':<12} {right:>6,} of {pairs:>6,} pairs  {right / pairs:6.1%}; mean of families {families:.1%}")
+    print(f"  {'all':<12} {right:>6,} of {pairs:>6,} pairs  {right / pairs:6.1%}; mean of families {families:.1%}")
 
 
 # -- every plan of a space ------------------------------------------------------------------------------------
@@ -192,17 +208,17 @@ PUBLISHED = ("mlperf-019", "mlperf-001", "dgxc-006", "dgxc-023", "dgxc-169", "dg
 """GPT-3 175B and Llama 3.1 70B where they run on the fewest GPUs; others can be asked for."""
 
 
-def neighbours(plan: eg.Plan) -> dict[str, tuple[Any, ...]]:
-    """What is searched around a published plan; its words that no search varies are as they are."""
+def neighbours(plan: eg.Plan, layers: int) -> dict[str, tuple[Any, ...]]:
+    """What is searched around a published plan of so many layers; words that no search varies are as they are."""
     known = {axis.name for axis in AXES}
     kept = {
         name: (value,) for name, value in plan.given.items() if name not in (*known, "cluster", "global_batch")
     }
-    kept.pop("stage_layers", None)
     sizes = {name: _around(getattr(plan, name)) for name in ("tp", "pp", "micro_batch")}
     sizes |= {name: tuple(sorted({1, getattr(plan, name)})) for name in ("cp", "ep")}
     words = {
         "vpp": tuple(sorted({1, *_around(plan.vpp)})),
+        "stage_layers": tuple(dict.fromkeys((plan.stage_layers, "", *_lighter(layers, plan)))),
         "sequence_parallel": (plan.sequence_parallel,),
         "schedule": ("",),
         "zero": (plan.zero,),
@@ -210,6 +226,12 @@ def neighbours(plan: eg.Plan) -> dict[str, tuple[Any, ...]]:
         "recompute": tuple(sorted({"none", plan.recompute})),
     }
     return kept | sizes | words
+
+
+def _lighter(layers: int, plan: eg.Plan) -> set[str]:
+    """Layouts with fewer layers at the ends, of the neighbours' numbers of chunks."""
+    chunks = {pp * vpp for pp in _around(plan.pp) for vpp in (1, *_around(plan.vpp)) if pp > 1}
+    return {layout for each in chunks if (layout := lighter_ends(layers, each))}
 
 
 def _around(size: int | None) -> tuple[int, ...]:
@@ -242,13 +264,16 @@ def held(graph: eg.StepGraph, system: eg.System, plan: eg.Plan) -> str:
     Raises:
         AssertionError: the plan is faster than what was found.
     """
-    over = neighbours(plan)
+    over = neighbours(plan, len(layer_names(graph)))
     base = eg.Plan(gpus=plan.gpus, cluster=plan.cluster, global_batch=plan.global_batch)
     among = space(graph, system.cluster, base, over)
-    if replace(plan, stage_layers="") not in map(among.plan, among.choices()) or plan.stage_layers:
+    if plan not in map(among.plan, among.choices()):
         return "is no plan of a search"
     own = Predictor(graph, system).predict(plan)
-    found = eg.search(graph, base, system, over=over, top=1, front=False)
+    try:
+        found = eg.search(graph, base, system, over=over, top=1, front=False)
+    except EchoError as error:
+        return f"published {own.step_s:.4f} s; {error}"
     best = found.best[0]
     fits = own.memory is None or own.memory.fits
     assert best.step_s <= own.step_s or not fits, f"{plan} is faster than {best.plan}"

@@ -48,7 +48,7 @@ def test_pairs_are_of_one_work_and_of_plans_that_differ(benchmark: Any) -> None:
 
 def test_a_published_plan_is_among_its_neighbours(benchmark: Any) -> None:
     plan = Plan(gpus=64, global_batch=64, tp=4, pp=2, zero=1, micro_batch=1, stack="nemo", recompute="selective")
-    over = benchmark.neighbours(plan)
+    over = benchmark.neighbours(plan, 24)
     for name, values in over.items():
         assert getattr(plan, name) in values
     assert over["tp"] == (2, 4, 8) and over["stack"] == ("nemo",)

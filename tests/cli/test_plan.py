@@ -51,7 +51,7 @@ def test_a_plan_file_takes_underscores_and_lists(cli, graph: Path, tmp_path: Pat
     [
         ("tpp = 2", "did you mean 'tp'?"),
         ("tp = 'two'", "tp is 'two': give a whole number"),
-        ("tp = true", "give a whole number"),
+        ("tp = true", "tp is true: give a whole number"),
         ("tp = ", "is no TOML"),
         ("\x00", "is no TOML"),
         ("sequence_parallel = 1", "give true or false"),

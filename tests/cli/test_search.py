@@ -37,6 +37,8 @@ def test_the_best_plan_is_written_and_runs(cli: Any, graph: Path, tmp_path: Path
         (("--gpus", 8, "--global-batch", 8, "--max-memory", "72"), "with its unit"),
         (("--gpus", 8, "--global-batch", 8, "--write", "nemo:x"), "unknown format"),
         (("--gpus", 8, "--global-batch", 8, "--objective", "fast"), "unknown objective"),
+        (("--gpus", 8, "--global-batch", 8, "--time", -1), "--time -1: give 0 seconds or more"),
+        (("--gpus", 8, "--global-batch", 8, "--train-tokens", "1B", "--days", 0), "--days 0: give more than 0"),
     ],
 )
 def test_what_is_wrong_is_one_line(cli: Any, graph: Path, asked: tuple[Any, ...], said: str) -> None:
@@ -71,6 +73,15 @@ def test_a_sweep_writes_a_table_and_a_page(cli: Any, graph: Path, tmp_path: Path
         assert title in text
     assert "http" not in text.replace("http-equiv", "")
     assert cli("echosim", "sweep", graph, *asked, "--json").json()["known"] == 4
+
+
+def test_a_sweep_without_one_answer_ends_in_its_reason(cli: Any, graph: Path, tmp_path: Path) -> None:
+    table = tmp_path / "rows.csv"
+    outcome = cli("echosim", "sweep", graph, "--over", "cluster=dgx-h1000", "-o", table)
+    assert outcome.status == 1
+    assert "none of 1 points can be predicted: unknown cluster 'dgx-h1000': did you mean" in outcome.err
+    assert "unknown cluster" in table.read_text()
+    assert cli("echosim", "sweep", graph, "--over", "cluster=dgx-h1000,dgx-h100").status == 0
 
 
 def test_a_training_is_told(cli: Any, graph: Path) -> None:

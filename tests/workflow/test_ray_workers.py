@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +103,22 @@ def test_an_address_where_nobody_answers_is_said(monkeypatch: pytest.MonkeyPatch
     with (
         pytest.raises(UsageError, match="no Ray cluster answers"),
         workers(lambda: lambda point: point, WorkerOptions(engine="ray", address="auto")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
+def test_an_address_that_takes_no_connection_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **_: pytest.fail("Ray is asked all the same"))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # nobody listens there once it is closed
+    at = WorkerOptions(engine="ray", address=address.format(port))
+    with (
+        pytest.raises(UsageError, match=r"no Ray cluster answers .*refused"),
+        workers(lambda: lambda point: point, at),
     ):
         pass
 

@@ -419,6 +419,7 @@ def sweep_command(
         write_text(html, sweep_page(found), "page: open it in a browser")
     if found.ended:
         raise KeyboardInterrupt
+    found.require_answers()
 
 
 @app.command("replay")

@@ -391,8 +391,21 @@ def _value(path: Path, key: str, value: Any, kind: type) -> Any:
         return ",".join(map(str, value))
     if type(value) is not kind:
         words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-        raise UsageError(f"plan file {path}: {key} is {str(value)[:40]!r}: give {words[kind]}")
+        said = str(value).lower() if isinstance(value, bool) else repr(str(value)[:40])
+        raise UsageError(f"plan file {path}: {key} is {said}: give {words[kind]}")
     return value
+
+
+def lighter_ends(layers: int, chunks: int) -> str:
+    """Layers of each chunk, as `stage_layers` has them, where embedding and loss take the place of a layer each.
+
+    Llama 3's 126 layers are so spread (Dubey et al., 2024, section 3.3.2), and Megatron-LM has options for it. ""
+    where layers divide evenly, or do not so either.
+    """
+    even, rest = divmod(layers + 2, chunks)
+    if layers % chunks == 0 or rest:
+        return ""
+    return ",".join(str(even - (chunk in (0, chunks - 1))) for chunk in range(chunks))
 
 
 # -- what a plan makes of a graph -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Ray starts an actor that is lost anew, and gives it again the point that it was 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,9 @@ from echograph.workflow.workers import Make, Workers
 
 TRIES = 3
 """How often a point is begun again whose worker is lost; one that takes every worker with it ends."""
+
+CONNECT_S = 10.0
+"""How long a cluster has to take a connection."""
 
 
 class _Actor:
@@ -63,6 +67,17 @@ class _Actors:
         return answers
 
 
+def _reach(address: str) -> None:
+    """Whether something listens at HOST:PORT or ray://HOST:PORT; Ray itself would ask for many minutes.
+
+    Raises:
+        OSError: nothing does.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+
+
 @contextmanager
 def ray_workers(make: Make, jobs: int = 0, address: str = "") -> Iterator[Workers]:
     """Workers of a Ray cluster, until the context ends.
@@ -83,8 +98,9 @@ def ray_workers(make: Make, jobs: int = 0, address: str = "") -> Iterator[Worker
     begun = not ray.is_initialized()
     if begun:
         try:
+            _reach(address)
             ray.init(address=address or None, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             said = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
             raise UsageError(
                 f"--address {address}: no Ray cluster answers ({said}): start one with ray start --head, "

@@ -30,7 +30,9 @@ class TrainingOptions:
     """
 
     train_tokens: str = option("", "Tokens (or samples, where they have none) of the training, as 1T or 300B.")
-    days: float = option(0.0, "Days that the training may take: the fewest GPUs that it needs.", "not asked")
+    days: float | None = option(
+        None, "Days that the training may take: the fewest GPUs that it needs.", "not asked"
+    )
     gpu_hour: float = option(0.0, "Price of one GPU for an hour, in any currency.", "not asked")
     pue: float = option(PUE, "Power of the site over that of its computers.", f"{PUE}, Uptime Institute 2024")
     g_per_kwh: float = option(0.0, "Grams of CO2 for a kilowatt-hour of the site.", "not asked")
@@ -38,14 +40,16 @@ class TrainingOptions:
     def __post_init__(self) -> None:
         if self.train_tokens and not parse_count(self.train_tokens):
             raise UsageError(f"--train-tokens {self.train_tokens[:40]}: give a number, as 1T, 300B or 2e12")
-        if not self.train_tokens and (self.gpu_hour or self.g_per_kwh or self.days):
+        if not self.train_tokens and (self.gpu_hour or self.g_per_kwh or self.days is not None):
             raise UsageError("--days, --gpu-hour, --g-per-kwh: are of a training: give --train-tokens as well")
         for name, value, least in (
-            ("--days", self.days, 0), ("--gpu-hour", self.gpu_hour, 0),
+            ("--gpu-hour", self.gpu_hour, 0),
             ("--pue", self.pue, 1), ("--g-per-kwh", self.g_per_kwh, 0),
         ):  # fmt: skip
             if not least <= value < 1e9:
                 raise UsageError(f"{name} {value:g}: give {least} or more")
+        if self.days is not None and not 0 < self.days < 1e9:
+            raise UsageError(f"--days {self.days:g}: give more than 0")
 
     @property
     def tokens(self) -> int:

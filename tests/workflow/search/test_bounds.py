@@ -66,6 +66,11 @@ def test_bounds_of_context_parallel_plans_hold(dense: StepGraph) -> None:
     check(dense, Plan(gpus=16, global_batch=64), OVER | {"cp": (2,), "recompute": ("none", "full")}, 10)
 
 
+def test_bounds_of_uneven_stages_hold(dense: StepGraph) -> None:
+    layouts = {"pp": (2, 4), "vpp": (1, 2), "stage_layers": ("1,3", "3,1", "0,4", "0,1,2,1", "1,1,1,1")}
+    check(dense, Plan(gpus=8, global_batch=32), layouts | {"cp": (1,)}, 16)
+
+
 def test_rings_are_waited_for(dense: StepGraph) -> None:
     cost = Bounds(dense, _system("dgx-h100"), Scenario()).step(Plan(gpus=16, cp=2, global_batch=32))
     assert cost.forward_waits_ps.any()

@@ -17,7 +17,7 @@ from echograph.workflow.scenario import Scenario
 from echograph.workflow.search import search
 from echograph.workflow.search.branch import ONE_SAMPLE
 from echograph.workflow.search.objective import OBJECTIVES, objective
-from echograph.workflow.search.space import parse_axis, space, words
+from echograph.workflow.search.space import AXES, SearchFacts, parse_axis, space, words
 from echograph.workflow.system import System
 from echograph.workflow.workers import WorkerOptions
 
@@ -124,6 +124,18 @@ def test_plans_whose_intervals_overlap_are_alike(dense: StepGraph) -> None:
     high = found.best[0].interval_s[1]
     assert 1 <= found.alike <= len(found.best)
     assert all(one.interval_s[0] <= high for one in found.best[: found.alike])
+
+
+def test_chunks_that_do_not_divide_have_fewer_layers_at_the_ends(dense: StepGraph) -> None:
+    """As Llama 3.1 405B is published: 126 layers, 16 stages of 8, or 4 chunks on each of 8 stages."""
+    facts = SearchFacts(gpus=(256,), global_batch=256, domain=8, layers=126, experts=1, tokens=8192, batch=2)
+    axis = {axis.name: axis for axis in AXES}
+    on_eight = {"gpus": 256, "tp": 4, "cp": 1, "pp": 8}
+    assert axis["vpp"].values(facts, on_eight) == [1, 2, 4, 8]
+    assert axis["stage_layers"].values(facts, on_eight | {"vpp": 4}) == ["", "3," + "4," * 30 + "3"]
+    assert axis["stage_layers"].values(facts, on_eight | {"pp": 2, "vpp": 3}) == [""]
+    for layers, divides in (("3," + "4," * 30 + "3", True), ("4,4", False), ("x", False), ("", True)):
+        assert axis["stage_layers"].divides(layers, facts, on_eight | {"vpp": 4}) == divides
 
 
 def test_time_ends_it_with_what_is_known(dense: StepGraph) -> None:

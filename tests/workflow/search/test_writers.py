@@ -63,6 +63,26 @@ def test_megatron_says_all_of_it() -> None:
     assert _arguments(Plan(gpus=64, precision="mxfp8"))["--fp8-recipe"] == "mxfp8"
 
 
+@pytest.mark.parametrize(
+    ("layers", "said", "layout"),
+    [
+        (10, {}, "'Ettt|ttt|tt|ttL'"),
+        (10, {"stage_layers": "2,3,3,2"}, "'Ett|ttt|ttt|ttL'"),
+        (14, {"vpp": 2, "stage_layers": "1,2,2,2,2,2,2,1"}, "'Et|tt|tt|tt|tt|tt|tt|tL'"),
+    ],
+)
+def test_megatron_is_told_the_layers_of_uneven_chunks(layers: int, said: dict[str, Any], layout: str) -> None:
+    """Without a layout it takes only layers that the chunks divide."""
+    plan = Plan(gpus=64, pp=4, global_batch=64, **said)
+    told = written("megatron", plan, sizes(plan, layers=layers))[0]
+    assert f"--pipeline-model-parallel-layout {layout} " in told
+    assert "--num-layers-per-virtual-pipeline-stage" not in told
+    for name in ("torchtitan", "accelerate"):
+        if said:
+            with pytest.raises(UsageError, match="has no word for"):
+                written(name, plan, sizes(plan, layers=layers))
+
+
 def test_megatron_is_told_what_the_stack_does_by_itself() -> None:
     found = _arguments(Plan(gpus=64, tp=8, zero=1, global_batch=64, stack="nemo"))
     for flag in ("--overlap-grad-reduce", "--overlap-param-gather", "--tp-comm-overlap", "--grad-reduce-in-bf16"):

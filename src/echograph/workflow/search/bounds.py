@@ -391,10 +391,13 @@ def _runs(codes: npt.NDArray[np.signedinteger[Any]], begin: int) -> list[tuple[i
 def _chunks(cost: StepCost, plan: Plan) -> list[slice]:
     """The layers of every chunk of a pipeline, as the pass divides them: the first ones have one more."""
     layers, chunks = len(cost.forward_ps), plan.pp * plan.vpp
-    if plan.stage_layers or layers < chunks:
-        return []
     least, more = divmod(layers, chunks)
-    ends = np.cumsum([0, *(least + (chunk < more) for chunk in range(chunks))]).tolist()
+    counts = [least + (chunk < more) for chunk in range(chunks)]
+    if plan.stage_layers:
+        counts = [int(word) for word in plan.stage_layers.split(",")]
+    if min(counts) < 1 or sum(counts) != layers:
+        return []
+    ends = np.cumsum([0, *counts]).tolist()
     return [slice(low, high) for low, high in pairwise(ends)]
 
 

@@ -618,6 +618,8 @@ def search(
         raise UsageError("the graph is a job, which has its plan: give the step graph that it was made of")
     if top < 1:
         raise UsageError(f"--top {top}: give 1 or more")
+    if not time_s >= 0:
+        raise UsageError(f"--time {time_s:g}: give 0 seconds or more")
     system = system or System(plan.cluster)
     if max_memory_bytes is not None:
         system = system.with_memory(max_memory_bytes)

@@ -18,7 +18,7 @@ from echograph.ir.passes.pipeline.placement import layer_names
 from echograph.ir.passes.pipeline.schedules import TURNING
 from echograph.options import kinds, option_name
 from echograph.simulator.clusters import Cluster
-from echograph.workflow.plan import Plan
+from echograph.workflow.plan import Plan, lighter_ends
 
 PlanWords = Mapping[str, Any]
 LEAST_TOKENS = 1024
@@ -148,7 +148,31 @@ def _chunks(facts: SearchFacts, chosen: PlanWords) -> list[int]:
     stages = chosen["pp"]
     if stages == 1:
         return [1]
-    return [n for n in _divisors(facts.layers // stages) if n == 1 or facts.layers % (stages * n) == 0]
+    even = [n for n in _divisors(facts.layers // stages) if n == 1 or facts.layers % (stages * n) == 0]
+    most = (facts.layers + 2) // stages
+    return sorted({*even, *(n for n in range(2, most + 1) if _lighter(facts, stages * n))})
+
+
+def _has_chunks(value: int, facts: SearchFacts, chosen: PlanWords) -> bool:
+    stages = chosen["pp"]
+    return value == 1 or (stages > 1 and 1 < value * stages <= facts.layers)
+
+
+def _lighter(facts: SearchFacts, chunks: int) -> str:
+    """Layers of each chunk with fewer at both ends, where none is left without; "" where they divide evenly."""
+    return lighter_ends(facts.layers, chunks) if facts.layers + 2 >= 2 * chunks > 2 else ""
+
+
+def _layouts(facts: SearchFacts, chosen: PlanWords) -> list[str]:
+    chunks = chosen["pp"] * chosen["vpp"]
+    return list(dict.fromkeys(("", _lighter(facts, chunks))))
+
+
+def _laid_out(value: str, facts: SearchFacts, chosen: PlanWords) -> bool:
+    if not value:
+        return True  # evenly, and the first chunks take a layer more where it does not divide
+    layers = [int(word) if word.isdigit() else -1 for word in value.split(",")]
+    return len(layers) == chosen["pp"] * chosen["vpp"] > 1 and sum(layers) == facts.layers
 
 
 def _schedules(facts: SearchFacts, chosen: PlanWords) -> list[str]:
@@ -224,8 +248,14 @@ AXES: tuple[SearchAxis, ...] = (
     SearchAxis(
         name="vpp",
         values=_chunks,
-        divides=lambda value, facts, chosen: value in _chunks(facts, chosen),
-        why="does not divide the layers of a stage",
+        divides=_has_chunks,
+        why="is of no pipeline, or more than a stage has layers",
+    ),
+    SearchAxis(
+        name="stage_layers",
+        values=_layouts,
+        divides=_laid_out,
+        why="is of other layers or another number of chunks",
     ),
     SearchAxis(name="schedule", values=_schedules, divides=_runs, why="is of other --pp or --vpp"),
     SearchAxis(
@@ -314,7 +344,7 @@ def space(
         if name in given:
             raise UsageError(f"{option_name(name)}: is given and searched over: leave one of them out")
     asked = given | asked
-    for name in ("passes", "cluster", "global_batch", "dp", "stage_layers"):
+    for name in ("passes", "cluster", "global_batch", "dp"):
         if name in asked:
             raise UsageError(
                 f"{option_name(name)}: is nothing that a search of plans varies or takes: leave it out"

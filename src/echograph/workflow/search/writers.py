@@ -194,11 +194,16 @@ def _megatron_pipeline(of: _Asked) -> list[str]:
     of.asked.add("schedule")
     if schedule_of(of.plan) not in ("", "1f1b", "interleaved"):
         raise of.refusal("schedule")
-    if of.get("vpp") == 1:
+    chunks = of.get("pp") * of.get("vpp")
+    if of.get("stage_layers") or of.sizes.layers % chunks:
+        least, more = divmod(of.sizes.layers, chunks)
+        even = ",".join(str(least + (chunk < more)) for chunk in range(chunks))
+        stages = ["t" * int(count) for count in (of.plan.stage_layers or even).split(",")]
+        # The embedding is in the first of the chunks and the loss in the last.
+        return [f"--pipeline-model-parallel-layout 'E{'|'.join(stages)}L'"]
+    if of.plan.vpp == 1:
         return []
-    if of.sizes.layers % (of.plan.pp * of.plan.vpp):
-        raise of.refusal("vpp")
-    return [f"--num-layers-per-virtual-pipeline-stage {of.sizes.layers // (of.plan.pp * of.plan.vpp)}"]
+    return [f"--num-layers-per-virtual-pipeline-stage {of.sizes.layers // chunks}"]
 
 
 def _megatron_precision(of: _Asked) -> list[str]:
@@ -296,6 +301,8 @@ def _torchtitan(of: _Asked) -> str:
             "pipeline_parallel_microbatch_size": sizes.micro_batch,
         }
         if of.get("vpp") > 1:
+            if sizes.layers % (plan.pp * plan.vpp):
+                raise of.refusal("vpp")
             parallel["pipeline_parallel_layers_per_stage"] = -(-sizes.layers // (plan.pp * plan.vpp))
     if (again := of.get("reshard_after_forward")) is not None:
         parallel["fsdp_reshard_after_forward"] = "always" if again else "never"
@@ -387,6 +394,8 @@ def _accelerate_megatron(of: _Asked) -> dict[str, Any]:
     _alone(of, "vpp")
     if schedule_of(of.plan) not in ("", "1f1b"):
         raise of.refusal("schedule")
+    if of.sizes.layers % of.plan.pp:
+        raise of.refusal("pp")
     return {
         "megatron_lm_tp_degree": of.get("tp"),
         "megatron_lm_pp_degree": of.get("pp"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echograph.errors import EchoError, UsageError
+from echograph.errors import EchoError, PlanError, UsageError
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.tables import text_table
 from echograph.progress import Progress, silent
@@ -48,10 +48,20 @@ class Sweep:
         """The rows that have a result."""
         return [row for row in self.rows if not row.get(ERROR)]
 
+    def require_answers(self) -> None:
+        """Refuses a sweep in which no point has a result.
+
+        Raises:
+            PlanError: none has, and why the first has not.
+        """
+        if self.rows and not self.answered:
+            raise PlanError(f"none of {len(self.rows):,} points can be predicted: {self.rows[0][ERROR]}")
+
     def __str__(self) -> str:
         """The rows for people: the axes, and the figures that say most."""
         titles = [axis.name for axis in self.axes] + ["step", "90 % interval", "tokens/s", "MFU", "in all"]
-        return f"{self.model}: {len(self.rows)} points\n" + text_table(titles, map(self._shown, self.rows))
+        points = f"{len(self.rows)} point{'' if len(self.rows) == 1 else 's'}"
+        return f"{self.model}: {points}\n" + text_table(titles, map(self._shown, self.rows))
 
     def _shown(self, row: Mapping[str, Any]) -> list[str]:
         at = [str(row[axis.name]) for axis in self.axes]

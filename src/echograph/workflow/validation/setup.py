@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.units import GB
-from echograph.workflow.plan import Plan
+from echograph.workflow.plan import Plan, lighter_ends
 from echograph.workflow.validation import spellings
 from echograph.workflow.validation.fits import least_bytes
 from echograph.workflow.validation.model import RowModel, model_of
@@ -282,10 +282,7 @@ def _stage_layers(layers: int, chunks: int, further: int) -> str:
     left = layers - full * (chunks - 1)
     if further and 0 < left < full:
         return ",".join(map(str, [full] * (chunks - 1) + [left + further]))
-    even, rest = divmod(layers + 2, chunks)
-    if layers % chunks == 0 or rest:
-        return ""
-    return ",".join(str(even - (chunk in (0, chunks - 1))) for chunk in range(chunks))
+    return lighter_ends(layers, chunks)
 
 
 def _micro_batch(
