@@ -12,6 +12,7 @@ from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
+from echograph.ir.formats import Imported
 
 DDP = """import torch
 import torch.distributed as dist
@@ -253,3 +254,45 @@ def test_what_derives_from_a_name_alone_is_refused(tmp_path: Path) -> None:
     path.write_text("from flash_attn.modules.mha import MHA\nclass Mine(MHA): pass\nMine()\n")
     with pytest.raises(CaptureError, match=r"train\.py:3: Mine derives from MHA"):
         run_script(Script(path=path), World(), TorchAdapter())
+
+
+SHARED = """import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+torch.cuda.set_device(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+many = torch.tensor([{of}]).cuda()
+dist.all_reduce(many{op})
+for step in range(3):
+    {ask}
+    model(torch.ones(4, 8).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("op", ["", ", op=dist.ReduceOp.MAX"])
+def test_what_depends_on_the_rank_is_not_taken_to_be_alike(tmp_path: Path, op: str) -> None:
+    path = tmp_path / "train.py"
+    world = World(size=4)
+
+    def captured(of: str, ask: str) -> Imported:
+        path.write_text(SHARED.format(of=of, op=op, ask=ask))
+        return capture_script(Script(path=path), world, TorchAdapter())
+
+    for of in ("dist.get_rank() + 1", "int(__import__('os').environ['RANK'])"):
+        for ask in ("assert many.item() > 0", "if many[0] == 3: pass"):
+            with pytest.raises(CaptureError, match=r"train\.py:9: .*--decide"):
+                captured(of, ask)
+        assert any("1 stands for it" in note for note in captured(of, "print(many.item())").notes)
+    assert captured("5", f"assert many.item() == {20 if not op else 5}").notes
+    # A rank is run for it only where somebody asks.
+    assert not any("ranks told" in note for note in captured("dist.get_rank()", "pass").notes)
+
+
+def test_what_ranks_gather_of_their_own_numbers_is_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    text = SHARED.format(of="dist.get_rank() // 2 + 1", op="", ask="assert all_of[0].item() == 1")
+    gathers = "all_of = [torch.zeros_like(many) for _ in range(4)]\ndist.all_gather(all_of, many)"
+    path.write_text(text.replace("dist.all_reduce(many)", gathers))
+    with pytest.raises(CaptureError, match=r"train\.py:\d+: .*--decide"):
+        capture_script(Script(path=path), World(size=4), TorchAdapter())
