@@ -8,9 +8,12 @@ depends on values, it is that of the known ones.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +27,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from echograph.notes import tell
+
+_TORCH = str(Path(torch.__file__).parent)
 MOST_INTEGERS = 1 << 20
 MOST_NUMBERS = 1 << 12
 _VALUES = "_echograph_values"
@@ -312,6 +318,10 @@ def knowing_values() -> Iterator[None]:
 
 
 class _Following(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._guessed: set[str] = set()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         known = read(func, args, kwargs)
@@ -332,12 +342,24 @@ class _Following(TorchFunctionMode):
         except (DynamicOutputShapeException, DataDependentOutputException):
             return computed(func, args, kwargs)
         if func in _EQUALS and _equals_none(func, args, out):
+            where = _asking()
+            if where not in self._guessed:
+                self._guessed.add(where)
+                tell([f"{where} compares numbers that have no values with {args[1]}: they are taken to be others"])
             return out
         if func not in _RANDOM:
             follow(func, args, kwargs, out)
         elif func.__name__.endswith("_"):
             forget(args[0])
         return out
+
+
+def _asking() -> str:
+    """`file.py:line` of the innermost code that is neither PyTorch's nor of here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__, "<")):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "PyTorch"
 
 
 _EQUALS: dict[Any, bool] = {

@@ -813,7 +813,7 @@ def capture_script(
 def _unlike(script: Script, world: World, adapter: Adapter, ran: Sequence[World]) -> frozenset[Shared]:
     """Calls to which ranks give different integers, where any was read that rests on their giving the same.
 
-    The last rank of each group that adds up or gathers runs as well: what depends on the rank is another one there.
+    The last rank of each group that adds up or gathers runs as well: what depends on the rank differs there.
     """
     if not any(one.rested for one in ran):
         return frozenset()

@@ -88,8 +88,8 @@ _DISTRIBUTIONS = {
 }  # fmt: skip
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
 _OTHER_VERSION = (
-    "as that raises on real ranks with what is here, it is captured once it runs with that, or from an environment "
-    "that has both the version it asks for and a PyTorch that captures"
+    "which may be why: a script that raises on real ranks, too, is captured once it runs with what is here, or "
+    "from an environment with what it asks for"
 )
 
 
@@ -140,10 +140,13 @@ def remedy(error: BaseException, script: Path) -> str:
     if isinstance(error, ImportError) and error.name:
         return _of_package(error, error.name, script)
     known = next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
-    if known or not isinstance(error, AttributeError | TypeError | ValueError | ImportError | RuntimeError):
+    names = isinstance(error, AttributeError | ImportError) or (
+        isinstance(error, TypeError) and "argument" in text
+    )
+    other = unmet(script) if names and not known else ""
+    if known or not other:
         return known
-    other = unmet(script)
-    return f"{other}: {_OTHER_VERSION}" if other else ""
+    return f"{other}, {_OTHER_VERSION}"
 
 
 def _of_package(error: ImportError, name: str, script: Path) -> str:

@@ -8,7 +8,7 @@ results, and answers the dispatcher and autograd, which ask below it (`below`), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache

@@ -10,7 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _LEVELS = 6
-_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][\w.-]*)\s*(?:\[[^\]]*\])?\s*\(?\s*((?:[=<>!~]=?=?\s*[\w.*+-]+\s*,?\s*)+)")
+_REQUIREMENT = re.compile(
+    r"\s*([A-Za-z0-9][\w.-]*)\s*(?:\[[^\]]*\])?\s*\(?\s*((?:[=<>!~]=?=?\s*[\w.*+-]+\s*,?\s*)+)"
+)
 _BOUND = re.compile(r"(===?|<=?|>=?|~=|!=)\s*(\d[\w.*+-]*)")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.annotate import OPTIMIZER, PHASE
@@ -296,3 +297,85 @@ def test_what_ranks_gather_of_their_own_numbers_is_not_known(tmp_path: Path) -> 
     path.write_text(text.replace("dist.all_reduce(many)", gathers))
     with pytest.raises(CaptureError, match=r"train\.py:\d+: .*--decide"):
         capture_script(Script(path=path), World(size=4), TorchAdapter())
+
+
+@pytest.mark.parametrize(
+    ("taken", "used", "what"),
+    [
+        (
+            "from flash_attn.losses.cross_entropy import CrossEntropyLoss",
+            "CrossEntropyLoss(x, x)",
+            "CrossEntropyLoss",
+        ),
+        ("from flash_attn import no_such_kernel", "no_such_kernel(x)", "no_such_kernel"),
+        (
+            "from flash_attn.ops.fused_dense import FusedDense",
+            "class Mine(FusedDense): pass\nMine(8)",
+            "FusedDense",
+        ),
+        ("from flash_attn import flash_attn_func", "flash_attn_func(x, x, x, window_size=(4, 0))", "a window"),
+        ("from flash_attn import flash_attn_with_kvcache", "flash_attn_with_kvcache(x)", "a cache of keys"),
+    ],
+)
+def test_what_is_not_known_of_flash_attn_is_refused_by_name(
+    tmp_path: Path, taken: str, used: str, what: str
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"import torch\n{taken}\nx = torch.ones(2, 16, 4, 16).cuda().bfloat16()\n{used}\n")
+    with pytest.raises(CaptureError, match=rf"^train\.py:\d: [^\n]*{what}[^\n]*$"):
+        run_script(Script(path=path), World(), TorchAdapter())
+
+
+@pytest.mark.parametrize(
+    ("asked", "raises", "what"),
+    [
+        ("torch==1.0.0", "torch.nn.Linear(1, 1)._handles", "requirements.txt asks for torch==1.0.0, and"),
+        (
+            "numpy<1.0  # old",
+            "from numpy import no_such",
+            r"no such name: .*requirements.txt asks for numpy<1.0, and",
+        ),
+        (
+            "torch>=2.0,<9\nnumpy>=1.0\nno_such_package==1",
+            "torch.nn.Linear(1, 1)._handles",
+            "the script raised it",
+        ),
+    ],
+)
+def test_an_error_says_which_version_the_repository_asks_for(
+    tmp_path: Path, asked: str, raises: str, what: str
+) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "requirements.txt").write_text(asked)
+    folder = tmp_path / "training"
+    folder.mkdir()
+    path = folder / "train.py"
+    path.write_text(f"import torch\n{raises}\n")
+    with pytest.raises(CaptureError, match=rf"^train\.py:2: .*{what}"):
+        run_script(Script(path=path), World(), TorchAdapter())
+
+
+def test_a_script_that_leaves_by_itself_is_not_asked_for_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import argparse\nargparse.ArgumentParser().parse_args(['--no-such'])\n")
+    with pytest.raises(CaptureError, match=r"exit status 2 .*what it printed says why"):
+        run_script(Script(path=path), World(), TorchAdapter())
+
+
+def test_what_compiles_kernels_of_its_own_says_that_it_is_not_captured(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("assert False, 'CUDA_HOME is not found'\n")
+    with pytest.raises(CaptureError, match="compiles kernels of its own for a GPU"):
+        run_script(Script(path=path), World(), TorchAdapter())
+
+
+def test_memory_that_is_not_there_is_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\none, other = torch.ones(4, 4).cuda(), torch.ones(4, 4).cuda()\n"
+        "at = [part.untyped_storage().data_ptr() for part in (one, one[1:], other)]\n"
+        "assert at[0] == at[1] != at[2]\nassert torch._C._cuda_getCurrentRawStream(0) == 0\n"
+    )
+    with pytest.raises(CaptureError, match="ended after 0 training steps"):
+        run_script(Script(path=path), World(), TorchAdapter())
+    assert not hasattr(torch._C, "_cuda_getCurrentRawStream") or torch.version.cuda is not None
