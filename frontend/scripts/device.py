@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import re
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -140,13 +141,16 @@ def remedy(error: BaseException, script: Path) -> str:
     if isinstance(error, ImportError) and error.name:
         return _of_package(error, error.name, script)
     known = next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
-    names = isinstance(error, AttributeError | ImportError) or (
-        isinstance(error, TypeError) and "argument" in text
-    )
-    other = unmet(script) if names and not known else ""
-    if known or not other:
+    if known or not (isinstance(error, AttributeError | ImportError) or _in_a_library(error)):
         return known
-    return f"{other}, {_OTHER_VERSION}"
+    other = unmet(script)
+    return f"{other}, {_OTHER_VERSION}" if other else ""
+
+
+def _in_a_library(error: BaseException) -> bool:
+    """Whether a package raised, of what a script gave it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and "site-packages" in frames[-1].filename
 
 
 def _of_package(error: ImportError, name: str, script: Path) -> str:
