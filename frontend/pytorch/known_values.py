@@ -8,8 +8,12 @@ depends on values, it is that of the known ones.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,11 +27,15 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from echograph.notes import tell
+
+_TORCH = str(Path(torch.__file__).parent)
 MOST_INTEGERS = 1 << 20
 MOST_NUMBERS = 1 << 12
 _VALUES = "_echograph_values"
 _UNKNOWN = object()
 _ALIKE = "_echograph_alike"
+_RESTED: ContextVar[list[None]] = ContextVar("rested")
 _COUNTING = (torch.histc, Tensor.histc, torch.bincount, Tensor.bincount)
 _EXCHANGES = ("_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor")
 _WRITING = ("__set__", "__setitem__")
@@ -68,6 +76,7 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any]
     given = _with_values((args, kwargs))
     if given is _UNKNOWN:
         return None
+    _rested(args)
     with _disable_current_modes():
         return (func(*given[0], **given[1]),)
 
@@ -155,6 +164,24 @@ def rest_on_ranks(given: Any) -> bool:
     if isinstance(given, tuple | list):
         return any(map(rest_on_ranks, given))
     return isinstance(given, FakeTensor) and hasattr(given, _ALIKE)
+
+
+@contextmanager
+def resting(found: list[None]) -> Iterator[None]:
+    """In the context, the list grows with each integer that is read and is so only if ranks are alike."""
+    token = _RESTED.set(found)
+    try:
+        yield
+    finally:
+        _RESTED.reset(token)
+
+
+def _rested(given: Any) -> None:
+    """Notes that what is asked rests on ranks; of numbers that are no integers, who reads them is told."""
+    found = _RESTED.get(None)
+    first = given[0] if isinstance(given, tuple) else given
+    if found is not None and rest_on_ranks(first) and not first.is_floating_point():
+        found.append(None)
 
 
 def told(tensor: Tensor) -> Tensor | None:
@@ -291,6 +318,10 @@ def knowing_values() -> Iterator[None]:
 
 
 class _Following(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._guessed: set[str] = set()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         known = read(func, args, kwargs)
@@ -311,12 +342,24 @@ class _Following(TorchFunctionMode):
         except (DynamicOutputShapeException, DataDependentOutputException):
             return computed(func, args, kwargs)
         if func in _EQUALS and _equals_none(func, args, out):
+            where = _asking()
+            if where not in self._guessed:
+                self._guessed.add(where)
+                tell([f"{where} compares numbers that have no values with {args[1]}: they are taken to be others"])
             return out
         if func not in _RANDOM:
             follow(func, args, kwargs, out)
         elif func.__name__.endswith("_"):
             forget(args[0])
         return out
+
+
+def _asking() -> str:
+    """`file.py:line` of the innermost code that is neither PyTorch's nor of here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__, "<")):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "PyTorch"
 
 
 _EQUALS: dict[Any, bool] = {
@@ -373,6 +416,7 @@ def _number(given: Any) -> Any:
     known = real(given)
     if known is given or known.dim() > 1:
         return given
+    _rested(given)
     with _disable_current_modes():
         return known.tolist()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise, product
@@ -43,7 +44,7 @@ from echograph.frontend.scripts.recorder import (
 )
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.streams import AFTER, STREAM
-from echograph.frontend.scripts.world import World
+from echograph.frontend.scripts.world import Shared, World, differing
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.columns import NONE
 from echograph.ir.formats import Imported
@@ -779,7 +780,14 @@ def capture_script(
     first = ranks[0] if ranks else 0
     say(f"running {script.path.name} as a rank of {world.size}")
     results: Results = {}
-    runs = [run_script(script, replace(world, rank=first), adapter, results)]
+    alone = replace(world, rank=first)
+    try:
+        runs = [run_script(script, alone, adapter, results)]
+    except CaptureError:
+        # It may have gone a way that rank 0 alone would go.
+        if not (unlike := _unlike(script, world, adapter, [alone])):
+            raise
+        return capture_script(script, replace(world, unlike=world.unlike | unlike), adapter, ranks=ranks, say=say)
     mesh = _mesh(runs[0])
     names = called_by_use(runs[0], mesh)
     mesh = {names.get(axis, axis): size for axis, size in mesh.items()}
@@ -788,6 +796,8 @@ def capture_script(
     for done, rank in enumerate(ranks[1:], start=1):
         say(f"running {script.path.name} as further ranks of {world.size}", done, len(ranks))
         runs.append(run_script(script, replace(world, rank=rank), adapter, results))
+    if unlike := _unlike(script, world, adapter, [run.world for run in runs]):
+        return capture_script(script, replace(world, unlike=world.unlike | unlike), adapter, ranks=ranks, say=say)
     places = standing_for(ranks, mesh)
     say("lowering")
     job = lower_job(runs, mesh, places, workload_of(runs, places, mesh, script.path.stem), script.host)
@@ -798,6 +808,24 @@ def capture_script(
     if warnings and script.strict:
         raise CaptureError(f"{next(iter(warnings))} (--strict)")
     return Imported(graph=count_job_flops(job), notes=tuple(notes), warnings=tuple(warnings))
+
+
+def _unlike(script: Script, world: World, adapter: Adapter, ran: Sequence[World]) -> frozenset[Shared]:
+    """Calls to which ranks give different integers, where any was read that rests on their giving the same.
+
+    The last rank of each group that adds up or gathers runs as well: what depends on the rank differs there.
+    """
+    if not any(one.rested for one in ran):
+        return frozenset()
+    worlds = {one.rank: one for one in ran}
+    for rank in sorted({ranks[-1] for (ranks, _), given in ran[0].given.items() if given is not None}):
+        if rank not in worlds:
+            other = replace(world, rank=rank)
+            with suppress(CaptureError):  # it gave what it gave before it ended
+                run_script(script, other, adapter)
+            worlds[rank] = other
+    found = {call for one in worlds.values() for other in worlds.values() for call in differing(one, other)}
+    return frozenset(found) - world.unlike
 
 
 def _mesh(run: ScriptRun) -> dict[str, int]:

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import copy
 import re
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -38,12 +40,15 @@ from echograph.frontend.scripts import places, streams, values
 from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
+from echograph.frontend.scripts.requirements import unmet
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
 from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, deciding, keep_finite
 from echograph.frontend.scripts.world import NO_GPU, World
 
 MEMORY_BYTES = 80 * 2**30
 _CUDA, _NCCL = "13.0", (2, 28, 9)
+# What packages with kernels of their own take where they are imported; they launch none here.
+_RAW_STREAM = "_cuda_getCurrentRawStream"
 _CUSTOM = "custom operator with a fake implementation (torch.library.register_fake)"
 _OPERATOR = (
     f"runs code of its own on a GPU, which a capture neither sees nor has: leave it out, or make it a {_CUSTOM}"
@@ -66,18 +71,27 @@ _REMEDIES = (
         r"couldn't connect|does not appear to have a file|cached (files|path)|from the Hub",
         _DOWNLOAD,
     ),
+    (
+        r"CUDA_HOME|CUDA Toolkit|nvcc|CUDA_PATH",
+        "it compiles kernels of its own for a GPU, into which a capture cannot look: the script is captured only "
+        "where it takes PyTorch's own operators in their place",
+    ),
     (r"active drivers|[Tt]riton", f"a Triton kernel {_OPERATOR}"),
     (r"lib(cuda|cudart|cublas|cudnn|nccl|nvrtc|nvidia-ml)\w*[.\d]*\.so|NVML|nvml|nvidia-ml|no NVIDIA", _DRIVER),
     (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs|nvrtc", _NOT_ANSWERED),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
-_FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine", "bitsandbytes", "kernels")
+_FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine")
 # What brings a package of another name.
 _DISTRIBUTIONS = {
     "cv2": "opencv-python-headless", "git": "gitpython", "PIL": "pillow", "pkg_resources": '"setuptools<81"',
     "skimage": "scikit-image", "sklearn": "scikit-learn", "yaml": "pyyaml", "google": "protobuf",
 }  # fmt: skip
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
+_OTHER_VERSION = (
+    "which may be why: a script that raises on real ranks, too, is captured once it runs with what is here, or "
+    "from an environment with what it asks for"
+)
 
 
 class Properties:
@@ -113,15 +127,33 @@ class Chosen:
         """It stays so."""
 
 
-def remedy(error: BaseException) -> str:
-    """What to do about an exception that a missing GPU led to; "" for any other."""
+def remedy(error: BaseException, script: Path) -> str:
+    """What to do about an exception of a script: for what a GPU, a download or another version is missing.
+
+    Args:
+        error: what it raised.
+        script: the file, whose repository may say which versions it is written for.
+
+    Returns:
+        A clause; "" where nothing is known.
+    """
     text = str(error)
     if isinstance(error, ImportError) and error.name:
-        return _of_package(error, error.name)
-    return next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
+        return _of_package(error, error.name, script)
+    known = next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
+    if known or not (isinstance(error, AttributeError | ImportError) or _in_a_library(error)):
+        return known
+    other = unmet(script)
+    return f"{other}, {_OTHER_VERSION}" if other else ""
 
 
-def _of_package(error: ImportError, name: str) -> str:
+def _in_a_library(error: BaseException) -> bool:
+    """Whether a package raised, of what a script gave it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and "site-packages" in frames[-1].filename
+
+
+def _of_package(error: ImportError, name: str, script: Path) -> str:
     """What to do where a package is not there, or is another version than the script is written for."""
     package = name.partition(".")[0]
     try:
@@ -131,7 +163,9 @@ def _of_package(error: ImportError, name: str) -> str:
     if found is not None and found.origin is not None:
         with suppress(PackageNotFoundError):
             here = f"{package} {version(package)}"
-            return f"{here} has no such name: install the version that the script is written for"
+            asked = unmet(script, package)
+            told = f" ({asked})" if asked else ""
+            return f"{here} has no such name: install the version that the script is written for{told}"
         return ""
     if not isinstance(error, ModuleNotFoundError):
         return ""
@@ -152,6 +186,18 @@ def answers(world: World) -> Iterator[AbstractContextManager[None]]:
         yield replaced(torch.nn.DataParallel, "scatter", _one_part)
     for owner, name, why in _needs_its_own():
         yield replaced(owner, name, _refuse(f"{name} {why}" if why is not _GRAPHS else why))
+    if world.gpus and not hasattr(torch._C, _RAW_STREAM):
+        yield _with(torch._C, _RAW_STREAM, _zero)
+
+
+@contextmanager
+def _with(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """In the context, an owner has an attribute that it lacks."""
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
 
 
 def _one_part(_: Any, inputs: tuple[Any, ...], named: dict[str, Any], *__: Any) -> tuple[Any, Any]:

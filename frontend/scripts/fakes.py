@@ -80,6 +80,10 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
             constants = _package("huggingface_hub.constants")
             stack.enter_context(replaced(constants, "HF_HUB_CACHE", folder))
             stack.enter_context(replaced(constants, "HF_HUB_OFFLINE", True))
+            if importlib.util.find_spec("transformers") is not None:
+                asked = importlib.import_module("transformers.utils.hub")
+                if hasattr(asked, "TRANSFORMERS_CACHE"):  # before 5 it keeps a place of its own
+                    stack.enter_context(replaced(asked, "TRANSFORMERS_CACHE", folder))
         yield
 
 

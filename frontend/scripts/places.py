@@ -8,7 +8,7 @@ results, and answers the dispatcher and autograd, which ask below it (`below`), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -169,6 +169,18 @@ class _PartOfStorage:
     __len__ = nbytes = size
 
 
+def _told_apart(original: Callable[[Any], int]) -> Callable[[Any], int]:
+    """`data_ptr` of memory that is not there: a number by which libraries tell one tensor's from another's."""
+
+    def address(storage: torch.UntypedStorage) -> int:
+        try:
+            return original(storage)
+        except RuntimeError:
+            return storage._cdata if storage.nbytes() else 0
+
+    return address
+
+
 def _put(plain: Any) -> Any:
     def put(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         part = kwargs.get("source", args[0] if args else None)
@@ -266,6 +278,7 @@ def answered(index: int) -> Iterator[None]:
         replaced(FakeTensor, "__new__", staticmethod(parameter)),
         patched(FakeTensor, "__setattr__", _shadowed),
         patched(torch.UntypedStorage, "__getitem__", _cut),
+        patched(torch.UntypedStorage, "data_ptr", _told_apart),
         patched(Tensor, "set_", _put),
         replaced(DTensor, "device", local),
         replaced(nn.Parameter, "__new__", staticmethod(of_class)),

@@ -283,7 +283,12 @@ def _run(
 def _too_short(script: Script, recorder: ScriptRecorder, status: object) -> CaptureError:
     ended = "" if status in (0, None) else f" with exit status {status}"
     did = f"{recorder.steps} training step{'' if recorder.steps == 1 else 's'}"
-    remedy = f"give --step {recorder.steps}" if recorder.steps else "a step ends where torch.optim's step does"
+    left = status not in (0, None)
+    remedy = (
+        f"give --step {recorder.steps}" if recorder.steps
+        else "it left by itself, and what it printed says why" if left
+        else "a step ends where torch.optim's step does"
+    )  # fmt: skip
     error = CaptureError(f"{script.path.name} ended{ended} after {did}, before step {script.step}: {remedy}")
     if isinstance(status, int) and status:
         error.exit_code = status
@@ -310,7 +315,7 @@ def _explained(script: Script, error: BaseException) -> CaptureError:
             f"{where}: {reason(error)}: PyTorch has no shape rule for it, so register a fake implementation "
             "(torch.library.register_fake)"
         )
-    what = remedy(error) or _RAISED
+    what = remedy(error, script.path) or _RAISED
     return CaptureError(f"{where}: {reason(error)}: {what}")
 
 

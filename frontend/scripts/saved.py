@@ -144,6 +144,10 @@ class Opened:
         held = self._header[name]
         return torch.empty(held["shape"], dtype=_SAFE[held["dtype"]], device=self._device)
 
+    def get_tensors(self) -> dict[str, Tensor]:
+        """All, by name."""
+        return {name: self.get_tensor(name) for name in self.keys()}
+
     def get_slice(self, name: str) -> _Slice:
         """What may be asked of a tensor before it is read."""
         return _Slice(self, name)

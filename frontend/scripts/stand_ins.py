@@ -414,7 +414,7 @@ def _flash_attn(note: NoteTaker) -> list[ModuleType]:
     ops = _module(f"{name}.ops", triton=triton, rms_norm=rms)
     whole = _module(
         name, __version__="2.8.3", flash_attn_interface=interface, layers=layers, ops=ops, modules=modules,
-        **functions,
+        __getattr__=partial(_name_in, name), **functions,
     )  # fmt: skip
     third = _module("flash_attn_interface", flash_attn_func=attention, flash_attn_varlen_func=several)
     return [whole, interface, layers, rotary, ops, triton, norm, rms, modules, mha, third]

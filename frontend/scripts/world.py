@@ -16,6 +16,8 @@ from echograph.frontend.scripts import mpi
 from echograph.frontend.scripts.adapter import patched, replaced
 
 MAX_SIZE = 1 << 17
+Shared = tuple[tuple[int, ...], int]
+"""A call in which ranks add up or gather: of which ranks, and the how many-th of these."""
 NO_GPU = (
     "asks for a GPU, and --device cpu captures without: leave that out, or ask torch.cuda.is_available() first"
 )
@@ -32,6 +34,9 @@ class World:
         gpus: whether it has a GPU for each of them.
         decided: which way the script goes at lines (`file.py:line`) where a tensor's value decides.
         told: objects that ranks which ran before told all others; worlds that are copies share it.
+        unlike: calls to which ranks give different integers: what comes out of them is not known.
+        given: what the rank gave to such calls; None where it is no integer that the host knows.
+        rested: one for each integer that was read and rests on ranks having given the same.
     """
 
     rank: int = 0
@@ -40,6 +45,9 @@ class World:
     gpus: bool = True
     decided: Mapping[str, bool] = field(default_factory=dict)
     told: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict, compare=False, repr=False)
+    unlike: frozenset[Shared] = frozenset()
+    given: dict[Shared, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    rested: list[None] = field(default_factory=list, init=False, compare=False, repr=False)
     _calls: Counter[tuple[Any, ...]] = field(default_factory=Counter, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -78,6 +86,8 @@ class World:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
+        from echograph.frontend.pytorch.known_values import resting
+
         before = dict(os.environ)
         os.environ.update(self.environment)
         self._calls.clear()
@@ -85,6 +95,7 @@ class World:
             with ExitStack() as stack:
                 enter = stack.enter_context
                 enter(mpi.present(self.rank, self.size))
+                enter(resting(self.rested))
                 enter(patched(distributed_c10d, "rendezvous", self._rendezvous))
                 asked: dict[Any, str] = {}
                 enter(patched(distributed_c10d, "_new_process_group_helper", partial(self._fake_group, asked)))
@@ -93,9 +104,9 @@ class World:
                 for owner in (distributed_c10d, dist):
                     enter(replaced(owner, "broadcast_object_list", self._tell))
                     enter(patched(owner, "broadcast", self._tell_values))
-                    enter(patched(owner, "all_reduce", _added_up))
+                    enter(patched(owner, "all_reduce", partial(_added_up, self)))
                     for name in filter(partial(hasattr, owner), _GATHERS):
-                        enter(patched(owner, name, _gathered))
+                        enter(patched(owner, name, partial(_gathered, self)))
                     enter(patched(owner, "get_backend", lambda f: _backend(asked, f)))
                     enter(patched(owner, "get_backend_config", partial(self._backend_config, asked)))
                     for name, stand_in in _ALONE.items():
@@ -132,6 +143,19 @@ class World:
             src = ranks[given.get("group_src") or 0]
         self._calls[kind, src, ranks] += 1
         return src, (kind, src, ranks, self._calls[kind, src, ranks])
+
+    def alike(self, given: Any, group: Any) -> Any:
+        """What the host knows of a value that ranks add up or gather, where all are taken to give the same.
+
+        It is kept, for that of another rank to be held against; where those are `unlike`, nobody knows.
+        """
+        import torch.distributed as dist
+
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self._calls["shared", ranks] += 1
+        call = ranks, self._calls["shared", ranks]
+        self.given[call] = None if given is None or given.is_floating_point() else given
+        return None if call in self.unlike else given
 
     def _tell_values(self, original: Any) -> Any:
         """A broadcast of values that the host knows: who tells keeps them, ranks that run later have them."""
@@ -249,7 +273,20 @@ def _scatter_object_list(output: list[Any], inputs: list[Any] | None = None, *_:
         output[0] = inputs[0]
 
 
-def _added_up(original: Any) -> Any:
+def differing(one: World, other: World) -> frozenset[Shared]:
+    """The calls to which two ranks that ran gave different integers, or which one of them did not make."""
+    both = [(call, given) for call, given in one.given.items() if given is not None and other.rank in call[0]]
+    return frozenset(call for call, given in both if not _equal(given, other.given.get(call)))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return other is not None and one.shape == other.shape and bool((one == other).all())
+
+
+def _added_up(world: World, original: Any) -> Any:
     """`all_reduce` of values that the host knows: ranks are taken to have the same."""
     import torch.distributed as dist
     from torch.utils._python_dispatch import _disable_current_modes
@@ -260,24 +297,24 @@ def _added_up(original: Any) -> Any:
     same = (kinds.AVG, kinds.MAX, kinds.MIN, kinds.BAND, kinds.BOR)
 
     def all_reduce(tensor: Any, op: Any = kinds.SUM, group: Any = None, async_op: bool = False) -> Any:
-        made = told(tensor) if op == kinds.SUM or op in same else None
+        made = world.alike(told(tensor) if op == kinds.SUM or op in same else None, group)
         if made is not None and op == kinds.SUM:
             with _disable_current_modes():
-                made *= dist.get_world_size(group)
+                made = made * dist.get_world_size(group)
         with rewritten([tensor], tensor, made):
             return original(tensor, op, group, async_op)
 
     return all_reduce
 
 
-def _gathered(original: Any) -> Any:
+def _gathered(world: World, original: Any) -> Any:
     """`all_gather`, into a list or one tensor, of values that the host knows: ranks are taken to have the same."""
     from echograph.frontend.pytorch.known_values import rewritten, told
 
     def gather(*args: Any, **kwargs: Any) -> Any:
         # The functions name their arguments in different ways, in this order.
         output, given = (*args, *kwargs.values())[:2]
-        made = told(given)
+        made = world.alike(told(given), kwargs.get("group", args[2] if len(args) > 2 else None))
         with rewritten(output if isinstance(output, list) else [output], given, made):
             return original(*args, **kwargs)
 

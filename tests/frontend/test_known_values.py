@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("torch", reason="needs the [torch] extra")
@@ -96,3 +98,15 @@ def test_lengths_give_the_shape_of_a_connectionist_loss() -> None:
         loss = F.ctc_loss(scores, labels, torch.full((2,), 20), lengths, reduction="sum")
         assert loss.shape == ()
         assert loss.grad_fn is not None
+
+
+def test_a_guess_that_numbers_are_unequal_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with capture_mode():
+        unknown = torch.nn.Parameter(torch.empty(4, 8)) * 2.0
+        for _ in range(2):
+            assert not (unknown == 0.0).any().item()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert re.fullmatch(
+        r"note: test_known_values\.py:\d+ compares numbers that have no values with 0.0: .*", said[0]
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.annotate import OPTIMIZER, PHASE
@@ -12,6 +13,7 @@ from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
+from echograph.ir.formats import Imported
 
 DDP = """import torch
 import torch.distributed as dist
@@ -253,3 +255,127 @@ def test_what_derives_from_a_name_alone_is_refused(tmp_path: Path) -> None:
     path.write_text("from flash_attn.modules.mha import MHA\nclass Mine(MHA): pass\nMine()\n")
     with pytest.raises(CaptureError, match=r"train\.py:3: Mine derives from MHA"):
         run_script(Script(path=path), World(), TorchAdapter())
+
+
+SHARED = """import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+torch.cuda.set_device(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+many = torch.tensor([{of}]).cuda()
+dist.all_reduce(many{op})
+for step in range(3):
+    {ask}
+    model(torch.ones(4, 8).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("op", ["", ", op=dist.ReduceOp.MAX"])
+def test_what_depends_on_the_rank_is_not_taken_to_be_alike(tmp_path: Path, op: str) -> None:
+    path = tmp_path / "train.py"
+    world = World(size=4)
+
+    def captured(of: str, ask: str) -> Imported:
+        path.write_text(SHARED.format(of=of, op=op, ask=ask))
+        return capture_script(Script(path=path), world, TorchAdapter())
+
+    for of in ("dist.get_rank() + 1", "int(__import__('os').environ['RANK'])"):
+        for ask in ("assert many.item() > 0", "if many[0] == 3: pass"):
+            with pytest.raises(CaptureError, match=r"train\.py:9: .*--decide"):
+                captured(of, ask)
+        assert any("1 stands for it" in note for note in captured(of, "print(many.item())").notes)
+    assert captured("5", f"assert many.item() == {20 if not op else 5}").notes
+    # A rank is run for it only where somebody asks.
+    assert not any("ranks told" in note for note in captured("dist.get_rank()", "pass").notes)
+
+
+def test_what_ranks_gather_of_their_own_numbers_is_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    text = SHARED.format(of="dist.get_rank() // 2 + 1", op="", ask="assert all_of[0].item() == 1")
+    gathers = "all_of = [torch.zeros_like(many) for _ in range(4)]\ndist.all_gather(all_of, many)"
+    path.write_text(text.replace("dist.all_reduce(many)", gathers))
+    with pytest.raises(CaptureError, match=r"train\.py:\d+: .*--decide"):
+        capture_script(Script(path=path), World(size=4), TorchAdapter())
+
+
+@pytest.mark.parametrize(
+    ("taken", "used", "what"),
+    [
+        (
+            "from flash_attn.losses.cross_entropy import CrossEntropyLoss",
+            "CrossEntropyLoss(x, x)",
+            "CrossEntropyLoss",
+        ),
+        ("from flash_attn import no_such_kernel", "no_such_kernel(x)", "no_such_kernel"),
+        (
+            "from flash_attn.ops.fused_dense import FusedDense",
+            "class Mine(FusedDense): pass\nMine(8)",
+            "FusedDense",
+        ),
+        ("from flash_attn import flash_attn_func", "flash_attn_func(x, x, x, window_size=(4, 0))", "a window"),
+        ("from flash_attn import flash_attn_with_kvcache", "flash_attn_with_kvcache(x)", "a cache of keys"),
+    ],
+)
+def test_what_is_not_known_of_flash_attn_is_refused_by_name(
+    tmp_path: Path, taken: str, used: str, what: str
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"import torch\n{taken}\nx = torch.ones(2, 16, 4, 16).cuda().bfloat16()\n{used}\n")
+    with pytest.raises(CaptureError, match=rf"^train\.py:\d: [^\n]*{what}[^\n]*$"):
+        run_script(Script(path=path), World(), TorchAdapter())
+
+
+@pytest.mark.parametrize(
+    ("asked", "raises", "what"),
+    [
+        ("torch==1.0.0", "torch.nn.Linear(1, 1)._handles", "requirements.txt asks for torch==1.0.0, and"),
+        (
+            "numpy<1.0  # old",
+            "from numpy import no_such",
+            r"no such name: .*requirements.txt asks for numpy<1.0, and",
+        ),
+        (
+            "torch>=2.0,<9\nnumpy>=1.0\nno_such_package==1",
+            "torch.nn.Linear(1, 1)._handles",
+            "the script raised it",
+        ),
+    ],
+)
+def test_an_error_says_which_version_the_repository_asks_for(
+    tmp_path: Path, asked: str, raises: str, what: str
+) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "requirements.txt").write_text(asked)
+    folder = tmp_path / "training"
+    folder.mkdir()
+    path = folder / "train.py"
+    path.write_text(f"import torch\n{raises}\n")
+    with pytest.raises(CaptureError, match=rf"^train\.py:2: .*{what}"):
+        run_script(Script(path=path), World(), TorchAdapter())
+
+
+def test_a_script_that_leaves_by_itself_is_not_asked_for_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import argparse\nargparse.ArgumentParser().parse_args(['--no-such'])\n")
+    with pytest.raises(CaptureError, match=r"exit status 2 .*what it printed says why"):
+        run_script(Script(path=path), World(), TorchAdapter())
+
+
+def test_what_compiles_kernels_of_its_own_says_that_it_is_not_captured(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("assert False, 'CUDA_HOME is not found'\n")
+    with pytest.raises(CaptureError, match="compiles kernels of its own for a GPU"):
+        run_script(Script(path=path), World(), TorchAdapter())
+
+
+def test_memory_that_is_not_there_is_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\none, other = torch.ones(4, 4).cuda(), torch.ones(4, 4).cuda()\n"
+        "at = [part.untyped_storage().data_ptr() for part in (one, one[1:], other)]\n"
+        "assert at[0] == at[1] != at[2]\nassert torch._C._cuda_getCurrentRawStream(0) == 0\n"
+    )
+    with pytest.raises(CaptureError, match="ended after 0 training steps"):
+        run_script(Script(path=path), World(), TorchAdapter())
+    assert not hasattr(torch._C, "_cuda_getCurrentRawStream") or torch.version.cuda is not None
