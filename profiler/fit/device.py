@@ -619,9 +619,9 @@ JOULES_PER_BYTE = 1.15e-10
 """Of kernels that memory bounds, on random numbers for 0.3 to 1 s, all that they draw beyond static power.
 
 From ai-dynamo/aiconfigurator's tables with watts: casts to FP8 of 0.1 ms and more on an H200 (4.0 TB/s at 690 W:
-133 pJ a byte), a B200 (5.3 to 6.7 TB/s at 891 to 997 W: 108 to 125) and a GB200 (5.8 to 7.1 TB/s at 929 to 1,167 W:
-105 to 128), products of one to eight rows on that GB200 (6.5 TB/s at 975 to 998 W: 110). HBM itself takes some 30
-of it; what of the rest falls with the voltage was not measured, and none is taken to.
+133 pJ a byte), a B200 (5.3 to 6.7 TB/s at 891 to 997 W: 108 to 125) and a GB200 (5.8 to 7.1 TB/s at 929 to
+1,167 W: 105 to 128), products of one to eight rows on that GB200 (6.5 TB/s at 975 to 998 W: 110). HBM itself takes
+some 30 of it; what of the rest falls with the voltage was not measured, and none is taken to.
 """
 
 OF_BF16 = {"fp8": 0.57, "nvfp4": 0.39}
