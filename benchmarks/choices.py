@@ -125,7 +125,7 @@ CHOICES = (
         name="a clock for each kernel; without: one for the step",
         families=("dgxc", "mbridge", "mlperf", "titan", "mpt"),
         without=one_clock,
-        source="none: over how long boards average power is not published, the better of two limits was kept",
+        source="none: a B200 took 50 to 100 ms to lower its clock (flashinfer#2899), which speaks for one",
         independent=False,
     ),
     Choice(

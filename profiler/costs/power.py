@@ -1,9 +1,9 @@
 """The clock that a board's power leaves to a step that runs for long.
 
 Tables time bursts of one kernel, at the clock that a cool board boosts to. A step runs for hours, and the board
-lowers its clock until its power is within its limit. Over how long the power is averaged is not published: each
-kernel is taken to have a clock of its own, the slower of two limits. With one clock for a step, the other limit,
-the steps of H100 that docs/accuracy.md compares come out 1 to 2 % shorter:
+lowers its clock until its power is within its limit. Each kernel is taken to have a clock of its own, the slower
+of two limits; boards take some 50 to 100 ms to lower it, so that one for a step is nearer to what they do, but
+makes steps come out short (docs/accuracy.md, "Choices made while looking"):
 
     volts(x)   = max(FLOOR, 1 - SLOPE (1 - x))              x: the clock, over that of a burst
     seconds(x) = core_s / x + other_s                       only what the clock paces grows

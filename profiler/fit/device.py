@@ -224,9 +224,9 @@ DENSE_ROWS = 1500
 FRESH_BYTES = 192 * 2**20
 """Weights that nobody filled and that are larger are new memory, which is zeros; smaller ones hold what was there.
 
-Zeros draw less power. On H100, H200, B200, B300, GB300, L40S and RTX PRO 6000 the time of a product of random numbers
-(the same source's TensorRT-LLM 1.3.0rc20 and SGLang 0.5.14; 1 to 6 TFLOP) over that of weights unfilled does not
-depend on the size of the weights below 192 MiB and grows from there on, by 1.1 to 1.35 times at 1.5 GiB.
+Zeros draw less power. On H100, H200, B200, B300, GB300, L40S and RTX PRO 6000 the time of a product of random
+numbers (the same source's TensorRT-LLM 1.3.0rc20 and SGLang 0.5.14; 1 to 6 TFLOP) over that of weights unfilled
+does not depend on the size of the weights below 192 MiB and grows from there on, by 1.1 to 1.35 times at 1.5 GiB.
 """
 
 UNFILLED = ", whose weights nobody filled, up to 192 MiB of them"
@@ -367,6 +367,7 @@ def _fit_gemm(
     used: dict[str, int],
 ) -> dict[str, GemmModel]:
     models: dict[str, GemmModel] = {}
+    cut = facts.rows.largest_product_TFLOP
     for dtype in ("bf16", "fp8", "fp8_block", "nvfp4", "fp32"):
         gpus = facts.rows.fp32 if dtype == "fp32" else facts.rows.tensor
         if not gpus or SAME_UNITS.get(dtype, dtype) not in facts.peak_TFLOPs:
@@ -387,6 +388,7 @@ def _fit_gemm(
             between_libraries=_apart(every, dtype, rows, relative),
             # What a slow call hides: a product's own launch, and that of the cast before it, which is assumed.
             launch_s=models["bf16"].launch_s + UNTIMED_LAUNCH_S if hosted else None,
+            slowed_as=relative.gemm.get(dtype) if relative is not None and dtype in cut else None,
         )
     return models
 
@@ -613,8 +615,14 @@ STATIC_SHARE = 0.22
 under 500 W and at 1,600 to 2,174 under 1,400 W (facebookexperimental/triton, pull request 2023), and the law of
 voltages."""
 
-JOULES_PER_BYTE = 3e-11
-"""Assumed: some 4 pJ a bit of HBM3."""
+JOULES_PER_BYTE = 1.15e-10
+"""Of kernels that memory bounds, on random numbers for 0.3 to 1 s, all that they draw beyond static power.
+
+From ai-dynamo/aiconfigurator's tables with watts: casts to FP8 of 0.1 ms and more on an H200 (4.0 TB/s at 690 W:
+133 pJ a byte), a B200 (5.3 to 6.7 TB/s at 891 to 997 W: 108 to 125) and a GB200 (5.8 to 7.1 TB/s at 929 to
+1,167 W: 105 to 128), products of one to eight rows on that GB200 (6.5 TB/s at 975 to 998 W: 110). HBM itself takes
+some 30 of it; what of the rest falls with the voltage was not measured, and none is taken to.
+"""
 
 OF_BF16 = {"fp8": 0.57, "nvfp4": 0.39}
 """Energy of a FLOP over one in bf16, where a device has no long run of the dtype: of GB200's, all of random

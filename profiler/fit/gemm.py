@@ -211,6 +211,7 @@ def fit_gemm(
     with_grid: bool = True,
     between_libraries: float = 0.0,
     launch_s: float | None = None,
+    slowed_as: GemmModel | None = None,
 ) -> GemmModel:
     """Fits one dtype of one device; the shipped model has seen only the rows that are not held out.
 
@@ -223,6 +224,7 @@ def fit_gemm(
         with_grid: also fit the residual grid (needs a dense table).
         between_libraries: spread of the libraries that were measured, which the model's is not below.
         launch_s: of a launch, where the rows do not tell it.
+        slowed_as: the model whose large products slow down as these do, where the rows have none.
     """
     hidden = held_out(*rows.shape())
     seen = rows.take(~hidden)
@@ -240,6 +242,9 @@ def fit_gemm(
             model = msgspec.structs.replace(
                 model, traffic_cached=_round(share), cache_share=_round(min(room, MOST))
             )
+        if slowed_as is not None:
+            throttle, flops = slowed_as.throttle, slowed_as.throttle_flops
+            model = msgspec.structs.replace(model, throttle=throttle, throttle_flops=flops)
         return model if launch_s is None else msgspec.structs.replace(model, launch_s=launch_s)
 
     def residuals(p: FloatArray) -> FloatArray:

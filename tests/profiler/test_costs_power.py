@@ -98,6 +98,8 @@ def test_long_passes_of_attention_are_as_slow_as_was_measured(seq: int, measured
     burst = float(attention_forward(device, batch=128, heads=8, seq=seq, head_dim=128, causal=False).seconds)
     flops = 4.0 * 128 * 8 * seq**2 * 128
     joules = flops * device.power.joules_of("bf16", "flash2")
-    seconds = burst / clock_of(device.power, joules, 8.0 * 128 * 8 * seq * 128 * 3e-11, burst, 0.0)
+    seconds = burst / clock_of(
+        device.power, joules, 8.0 * 128 * 8 * seq * 128 * device.power.joules_per_byte, burst, 0.0
+    )
     assert 1e-12 * flops / seconds == pytest.approx(measured, rel=0.06)
     assert 1e-12 * flops / burst > 1.25 * measured

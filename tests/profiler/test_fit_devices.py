@@ -178,7 +178,7 @@ MIB = 2**20
 
 @pytest.mark.parametrize("filled_rows", [0, 200, 1600])
 def test_weights_that_nobody_filled_speak_where_no_others_do(tmp_path: Path, filled_rows: int) -> None:
-    """Those of new memory, which is zeros, never; those of memory that was used before, unless others are dense."""
+    """Those of new memory, which is zeros, never; those of used memory, unless others are dense."""
     made, mine = synthetic(1700, 0.0), synthetic(max(filled_rows, 1), 0.0)
     unfilled = csv_table(tmp_path / "unfilled.csv", made, "L40S", UNFILLED, "bfloat16")
     csv_table(tmp_path / "filled.csv", mine, "L40S", UNFILLED.replace("vllm", "trtllm"), "bfloat16")
@@ -201,6 +201,12 @@ def test_a_model_of_weights_that_nobody_filled_says_so_and_is_as_uncertain_as_li
     assert label.basis.endswith("whose weights nobody filled, up to 192 MiB of them")
     assert label.between_libraries == base.gemm["bf16"].label.between_libraries > 0.0
     assert label.spread >= label.between_libraries
+
+
+def test_where_large_products_are_left_out_they_slow_down_as_a_relatives() -> None:
+    b200, gb200 = load_device("b200").gemm["bf16"], load_device("gb200").gemm["bf16"]
+    assert "bf16" in device_facts("gb200").rows.largest_product_TFLOP
+    assert (gb200.throttle, gb200.throttle_flops) == (b200.throttle, b200.throttle_flops)
 
 
 def test_a_products_operands_may_lie_in_the_cache() -> None:
