@@ -325,6 +325,24 @@ def test_prices_add_up() -> None:
     assert several + several == HostWork(instructions=20, modules=2, stood_in=("Linear.forward",) * 2)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_messages_of_a_batch_go_out_as_one(tmp_path: Path, together: bool) -> None:
+    """NCCL launches once what `batch_isend_irecv` is given; sent one by one, each message is issued by itself."""
+    sent = (
+        "[s(t, 1), r(t, 1)]" if not together else "torch.distributed.batch_isend_irecv([p(s, t, 1), p(r, t, 1)])"
+    )
+    begin = "torch.distributed.is_initialized() or torch.distributed.init_process_group('nccl', device_id=0)"
+    names = "d = torch.distributed; t, s, r, p = torch.ones(4).cuda(), d.isend, d.irecv, d.P2POp"
+    script = _script(tmp_path, f"{begin}; {names}; [w.wait() for w in {sent}]")
+    job = capture_script(script, World(size=2, local_size=2), ADAPTERS["torch"]()).graph
+    assert isinstance(job, JobGraph)
+    issue = System("dgx-h100").host_of_script(job)
+    assert issue is not None
+    messages = issue.issue(job)[np.isin(job.ops.kind, (OpKind.SEND, OpKind.RECV))]
+    assert len(messages)
+    assert np.count_nonzero(messages) == len(messages) / (2 if together else 1)
+
+
 def attention(ranks: int = 1, mask: str = "causal", forks: bool = False) -> Any:
     return SimpleNamespace(ranks_around=ranks, attends=("self", mask), forks=forks)
 
