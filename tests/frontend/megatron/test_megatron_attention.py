@@ -141,6 +141,24 @@ def test_unfused_attention_is_that_of_its_definition(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(out, expected.permute(2, 0, 1, 3).reshape(8, 2, -1))
 
 
+@pytest.mark.parametrize(
+    ("causal", "padded", "launched"),
+    [(True, False, 10), (False, False, 14), (True, True, 15), (False, True, 19)],
+)
+def test_masks_of_unfused_attention_are_made_anew_in_each_call(causal: bool, padded: bool, launched: int) -> None:
+    mask = torch.zeros(3, 1, 1, 8, dtype=torch.bool)
+    mask[1, ..., 5:] = True
+    with Calls() as calls:
+        found = attention._whole_mask(8, 8, mask if padded else None, causal, padded, torch.device("cpu"))
+    expected = torch.ones(8, 8, dtype=torch.bool).triu(1) if causal else torch.zeros(8, 8, dtype=torch.bool)
+    if padded:
+        expected = expected | mask | mask.transpose(-1, -2)
+    assert torch.equal(found, expected.expand(found.shape))
+    views = ("view", "expand", "squeeze", "unsqueeze", "slice", "select")
+    assert sum(name not in views for name in calls.names) == launched
+    assert calls.names.count("arange") == 2
+
+
 def test_what_is_padded_is_not_attended_to(monkeypatch: pytest.MonkeyPatch) -> None:
     unfused(monkeypatch)
     layer = attention.DotProductAttention(attention_dropout=0.0)

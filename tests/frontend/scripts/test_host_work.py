@@ -16,6 +16,7 @@ from echograph.frontend.pytorch.call_nodes import is_getitem
 from echograph.frontend.scripts import ADAPTERS, host_work
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.host_work import WORK, HostWork, WorkCounter, compiled, wait_for_value
+from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.world import World
 from echograph.ir.columns import NONE
@@ -323,6 +324,23 @@ def test_prices_add_up() -> None:
     parts: list[dict[str, Any]] = [{"instructions": 10}, {"modules": 1}, {"stood_in": ("Linear.forward",)}]
     assert units.seconds(several) == pytest.approx(sum(one(**part) for part in parts))
     assert several + several == HostWork(instructions=20, modules=2, stood_in=("Linear.forward",) * 2)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_messages_of_a_batch_go_out_as_one(tmp_path: Path, together: bool) -> None:
+    """NCCL launches once what `batch_isend_irecv` is given; sent one by one, each message is issued by itself."""
+    sent = (
+        "[s(t, 1), r(t, 1)]" if not together else "torch.distributed.batch_isend_irecv([p(s, t, 1), p(r, t, 1)])"
+    )
+    begin = "torch.distributed.is_initialized() or torch.distributed.init_process_group('nccl', device_id=0)"
+    names = "d = torch.distributed; t, s, r, p = torch.ones(4).cuda(), d.isend, d.irecv, d.P2POp"
+    script = _script(tmp_path, f"{begin}; {names}; [w.wait() for w in {sent}]")
+    run = run_script(script, World(size=2, local_size=2), ADAPTERS["torch"]())
+    messages = [n for n in run.recorder.graph.nodes if getattr(n.meta.get(COMMUNICATION), "peer", -1) >= 0]
+    messages = [node for node in messages if not is_getitem(node)]
+    assert len(messages) >= 2
+    issued = sum(WORK in node.meta for node in messages)
+    assert issued == len(messages) / (2 if together else 1)
 
 
 def attention(ranks: int = 1, mask: str = "causal", forks: bool = False) -> Any:
