@@ -800,12 +800,9 @@ def _runs(kind: Int64, begin: Int64) -> tuple[Int64, Int64]:
     for size in distinct(length).tolist():
         mine = np.flatnonzero(length == size)
         kinds = kind[begin[mine, None] + np.arange(size)]
-        # Equal rows, column by column: the number of the row so far, then of it with one more.
-        number = kinds[:, 0]
-        for column in range(1, size):
-            _, number = np.unique(number, return_inverse=True)
-            number = number * (int(kinds[:, column].max()) + 1) + kinds[:, column]
-        found, number = np.unique(number, return_inverse=True)
+        # A row as one value: rows of which few are equal may be long.
+        whole = np.ascontiguousarray(kinds).view(np.dtype((np.void, kinds.itemsize * size))).ravel()
+        found, number = np.unique(whole, return_inverse=True)
         run[mine] = count + number
         count += len(found)
     return run, np.bincount(run, minlength=count)
