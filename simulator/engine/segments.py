@@ -99,7 +99,7 @@ def _step(roles: Roles, ran: SegmentRun) -> StepRun:
 def _breakdowns(ran: SegmentRun, end_ps: int) -> Callable[[int], Breakdown]:
     """What works out the breakdown of a program, by its number."""
     job = ran.segments.job
-    if ran.steps >= COMPILE_FROM:
+    if max(ran.steps, job.unfolded_ops) >= COMPILE_FROM:
         from echograph.simulator.engine.spent import breakdowns_of
 
         return breakdowns_of(ran)
@@ -552,7 +552,7 @@ UNKNOWN = -(2**63) + 1
 MOST_LANES = 62
 """Lanes that are told apart as bits of a number."""
 COMPILE_FROM = 2_000_000
-"""Steps of the loop from which compiled code pays, in entries of matrices: loading the compiler takes as long."""
+"""Steps from which compiled code pays, entries of matrices or operations: loading the compiler takes as long."""
 
 
 class Stretches(NamedTuple):
