@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
 from echograph.errors import SimulationError
-from echograph.ir.columns import NONE, Float32, Int64, UInt8
+from echograph.ir.columns import NONE, Bools, Float32, Int64, UInt8
 from echograph.ir.graph import Group, JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Source
 from echograph.simulator.clusters import Cluster, GroupPlacement
@@ -77,13 +78,14 @@ def durations(
     ask = estimate or (network or NetworkModel(cluster)).time
     communicates = np.isin(job.ops.kind, COMMUNICATIONS)
     same: dict[tuple[int, ...], CollectiveEstimate] = {}
+    runs = cache(lambda number: job.run_counts(number) > 0)
     columns = job.ops.kind, job.ops.variant, job.ops.group, job.ops.nbytes
     rows = np.flatnonzero(communicates & ((picoseconds == NONE) | (estimate is not None)))
     for row, *key in zip(rows.tolist(), *(column[rows].tolist() for column in columns), strict=True):
         # Where a message goes depends on the program that runs it.
         what = (*key, NONE if key[0] == OpKind.COLLECTIVE else row)
         if what not in same:
-            same[what] = ask(kind_of(job, row), key[3], _first_ranks(job, row))
+            same[what] = ask(kind_of(job, row), key[3], _first_ranks(job, row, runs))
         found = estimates[row] = same[what]
         if picoseconds[row] == NONE:
             picoseconds[row], source[row], spread[row] = to_ps(found.seconds), Source.FITTED, found.spread
@@ -158,17 +160,22 @@ def kind_of(job: JobGraph, row: int) -> CollectiveName:
     return _KINDS.get(int(job.ops.variant[row]), "broadcast")
 
 
-def _first_ranks(job: JobGraph, row: int) -> Sequence[int]:
-    """The ranks of a communication in the first group of its kind: those whose other coordinates are 0."""
+def _first_ranks(job: JobGraph, row: int, runs: Callable[[int], Bools]) -> Sequence[int]:
+    """The ranks of a communication in the first group of its kind: those whose other coordinates are 0.
+
+    Args:
+        job: the job.
+        row: the communication.
+        runs: says of a program by its number which rows it runs.
+    """
     group = job.groups[int(job.ops.group[row])]
-    return job.group_ranks(group) if job.ops.kinds[row] == OpKind.COLLECTIVE else _pair(job, group, row)
+    return job.group_ranks(group) if job.ops.kinds[row] == OpKind.COLLECTIVE else _pair(job, group, row, runs)
 
 
-def _pair(job: JobGraph, group: Group, row: int) -> Sequence[int]:
+def _pair(job: JobGraph, group: Group, row: int, runs: Callable[[int], Bools]) -> Sequence[int]:
     """The ranks that a send or receive links, in the first program that runs it and says its place."""
-    for program in job.programs:
-        runs = (program.calls[:, 1] <= row) & (row < program.calls[:, 2])
-        if runs.any() and set(group.axes) <= program.coordinates.keys():
+    for number, program in enumerate(job.programs):
+        if set(group.axes) <= program.coordinates.keys() and runs(number)[row]:
             return _ends(job, group, row, program)
     return job.group_ranks(group)
 

@@ -99,7 +99,7 @@ def _step(roles: Roles, ran: SegmentRun) -> StepRun:
 def _breakdowns(ran: SegmentRun, end_ps: int) -> Callable[[int], Breakdown]:
     """What works out the breakdown of a program, by its number."""
     job = ran.segments.job
-    if job.unfolded_ops >= COMPILE_FROM:
+    if max(ran.steps, job.unfolded_ops) >= COMPILE_FROM:
         from echograph.simulator.engine.spent import breakdowns_of
 
         return breakdowns_of(ran)
@@ -551,8 +551,8 @@ UNKNOWN = -(2**63) + 1
 """The end of what has not ended yet."""
 MOST_LANES = 62
 """Lanes that are told apart as bits of a number."""
-COMPILE_FROM = 500_000
-"""Steps of the loop from which compiled code pays, in entries of matrices."""
+COMPILE_FROM = 2_000_000
+"""Steps from which compiled code pays, entries of matrices or operations: loading the compiler takes as long."""
 
 
 class Stretches(NamedTuple):
@@ -670,6 +670,7 @@ class SegmentRun:
         work: durations.
         stretches: of all programs.
         chains: that they are.
+        steps: of the loop that ran them.
         entries: int64, of all stretches (`Stretches.entry_at`), in the first scenario.
         outputs: int64 [edges], the end of what is waited for, in the first scenario.
         clocks: int64 [programs, lanes, scenarios], at the end.
@@ -681,6 +682,7 @@ class SegmentRun:
     work: RowTimes
     stretches: Stretches
     chains: tuple[SegmentChain, ...]
+    steps: int
     entries: Int64
     outputs: Int64
     clocks: Int64
@@ -738,6 +740,7 @@ def run(segments: SegmentedJob, work: RowTimes) -> SegmentRun | None:
         work=work,
         stretches=stretches,
         chains=chains,
+        steps=steps,
         entries=state.entries,
         outputs=state.outputs[::scenarios].copy(),
         clocks=state.clocks.reshape(-1, lanes, scenarios),
@@ -797,12 +800,9 @@ def _runs(kind: Int64, begin: Int64) -> tuple[Int64, Int64]:
     for size in distinct(length).tolist():
         mine = np.flatnonzero(length == size)
         kinds = kind[begin[mine, None] + np.arange(size)]
-        # Equal rows, column by column: the number of the row so far, then of it with one more.
-        number = kinds[:, 0]
-        for column in range(1, size):
-            _, number = np.unique(number, return_inverse=True)
-            number = number * (int(kinds[:, column].max()) + 1) + kinds[:, column]
-        found, number = np.unique(number, return_inverse=True)
+        # A row as one value: rows of which few are equal may be long.
+        whole = np.ascontiguousarray(kinds).view(np.dtype((np.void, kinds.itemsize * size))).ravel()
+        found, number = np.unique(whole, return_inverse=True)
         run[mine] = count + number
         count += len(found)
     return run, np.bincount(run, minlength=count)
@@ -975,24 +975,27 @@ def _go(stretches: Stretches, chains: _Chains, state: _State, program: int, stre
     if not _told(stretches, chains, state, stretch, lanes, inputs):
         return False
     for lane in range(lanes):
+        clock = (own + chains.lanes[first + lane]) * scenarios
         for each in range(scenarios):
-            clock = state.clocks[(own + chains.lanes[first + lane]) * scenarios + each]
-            state.entry[lane * scenarios + each] = clock
+            state.entry[lane * scenarios + each] = state.clocks[clock + each]
     for entry in range(lanes + inputs):
         state.entries[stretches.entry_at[stretch] + entry] = state.entry[entry * scenarios]
-    over, width = chains.over_at[chain], (lanes + inputs) * scenarios
-    for out in range(lanes + chains.outputs[chain]):
-        for each in range(scenarios):
-            latest = chains.over[over + each] + state.entry[each]
-            for entry in range(scenarios + each, width, scenarios):
-                latest = max(latest, chains.over[over + entry] + state.entry[entry])
-            state.exit[out * scenarios + each] = latest
-        over += width
+    over, at, into, out_of = chains.over, chains.over_at[chain], state.entry, state.exit
+    width = (lanes + inputs) * scenarios
+    for out in range((lanes + chains.outputs[chain]) * scenarios):
+        each = out % scenarios
+        latest = over[at + each] + into[each]
+        for entry in range(scenarios + each, width, scenarios):
+            ready = over[at + entry] + into[entry]
+            if ready > latest:
+                latest = ready
+        out_of[out] = latest
+        if each == scenarios - 1:
+            at += width
     for lane in range(lanes):
+        clock = (own + chains.lanes[first + lane]) * scenarios
         for each in range(scenarios):
-            state.clocks[(own + chains.lanes[first + lane]) * scenarios + each] = state.exit[
-                lane * scenarios + each
-            ]
+            state.clocks[clock + each] = out_of[lane * scenarios + each]
     for its in range(stretches.out_at[stretch], stretches.out_at[stretch + 1]):
         for each in range(scenarios):
             end = state.exit[(lanes + stretches.out_port[its]) * scenarios + each]

@@ -1057,10 +1057,8 @@ def _reserve(usage: Usage, runtime: Runtime, workspaces: tuple[int, ...], limit:
 
 def _nccl_bytes(job: JobGraph, program: int, runtime: Runtime) -> int:
     """Buffers of the communicators that a program uses."""
-    groups: set[int] = set()
-    communicates = np.isin(job.ops.kind, COMMUNICATIONS)
-    for begin, end in {(begin, end) for _, begin, end, _, _ in job.programs[program].calls.tolist()}:
-        groups.update(job.ops.group[begin:end][communicates[begin:end]].tolist())
+    communicates = np.isin(job.ops.kind, COMMUNICATIONS) & (job.run_counts(program) > 0)
+    groups = distinct(job.ops.group[communicates]).tolist()
     total = 0
     for ranks in (job.group_size(job.groups[number]) for number in groups):
         total += 0 if ranks < 2 else runtime.nccl_pair_bytes if ranks == 2 else runtime.nccl_bytes
