@@ -10,11 +10,13 @@ import pytest
 
 from echograph.errors import DataError, EchoError, PlanError, UnknownNameError, UsageError
 from echograph.ir.graph import StepGraph
+from echograph.progress import silent
 from echograph.units import format_bytes
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.search import search
+from echograph.workflow.search import branch, search
+from echograph.workflow.search.bounds import Bounds
 from echograph.workflow.search.branch import ONE_SAMPLE
 from echograph.workflow.search.objective import OBJECTIVES, objective
 from echograph.workflow.search.space import AXES, SearchFacts, parse_axis, space, words
@@ -141,6 +143,54 @@ def test_chunks_that_do_not_divide_have_fewer_layers_at_the_ends(dense: StepGrap
 def test_time_ends_it_with_what_is_known(dense: StepGraph) -> None:
     found = search(dense, BASE, time_s=0.0)
     assert found.ended == "time" and not found.best and found.losers.not_reached > 0
+
+
+def test_with_a_time_that_is_long_enough_it_finds_the_same(dense: StepGraph) -> None:
+    found, alone = search(dense, BASE, over=SMALL, time_s=3600.0), search(dense, BASE, over=SMALL)
+    assert not found.ended and found.best == alone.best
+    losers = found.losers
+    assert found.considered == found.simulated + losers.slower_by_bound + losers.too_large_by_bound + sum(
+        losers.refused.values()
+    )
+    assert losers.slower + losers.too_large + len(found.best) == found.simulated
+
+
+def test_a_search_with_a_time_predicts_before_all_plans_are_bounded(
+    dense: StepGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as one step is known: that it ends in the middle of bounding leaves something."""
+    from echograph.workflow import workers
+
+    asked, give = [], workers._Here.give
+
+    def noted(self: Any, point: Any) -> None:
+        asked.append(point[2])
+        if asked.count("bound") == 3:
+            raise KeyboardInterrupt
+        give(self, point)
+
+    monkeypatch.setattr(workers._Here, "give", noted)
+    found = search(dense, BASE, over=SMALL, front=False, time_s=3600.0)
+    assert found.ended == "interrupt" and found.best
+    assert asked == ["bound", "whole", "bound", "whole", "bound"]
+    asked.clear()
+    assert not search(dense, BASE, over=SMALL, front=False).best
+    assert asked == ["bound"] * 3
+
+
+def test_how_full_plans_are_that_are_predicted_ahead_is_bisected(dense: StepGraph) -> None:
+    """Between what fits and what does not, by the needs of their bounds; the fastest of those first."""
+    system = System("dgx-h100")
+    among = space(dense, system.cluster, BASE, SMALL)
+    aim = objective("step", system, Scenario())
+    state = branch._Search(among, Bounds(dense, system, Scenario()), aim, 100, 10, silent, ahead=True)
+    state.needs = {0: 20.0, 1: 50.0, 2: 55.0, 3: 90.0}
+    state.left = [(4.0 - number, 1, number, BASE) for number in state.needs]
+    # Up to 60 of 20 to 100; 55 is too large: up to 37.5; 20 fits, and none is left below that.
+    for number, fits in ((2, False), (0, True)):
+        assert state._dive() == (number, BASE, "whole")
+        state._dived(number, fits)
+    assert state._dive() is None
 
 
 def test_plans_that_share_a_step_wait_for_one_bound(dense: StepGraph, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from echograph.errors import EchoError, PlanError, UsageError
+from echograph.ir.columns import NONE
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.tables import text_table
 from echograph.notes import tell
@@ -359,13 +360,18 @@ class _Search:
     """A search under way.
 
     Attributes:
-        loose: plans with a coarse bound: that, number, and choice. A heap.
+        loose: plans with a coarse bound: that, their turn among equal ones, number, and choice. A heap.
         left: plans with a tight bound, or whose step is known: that, which of them, number, and plan. A heap.
         waiting: plans, with their numbers, by the step of a rank of which it is not known yet what it costs.
+        ahead: whether plans are predicted before all bounds are known, so that there are some when it ends.
+        fits_bytes: the largest need, by its bound, of a plan that was predicted ahead and fits.
+        too_large_bytes: the smallest of one that does not.
+        diving: the number of the plan that is being predicted ahead; -1 for none.
+        learned: whether more is known than when the last one was asked for.
     """
 
     def __init__(
-        self, among: Space, bounds: Bounds, aim: Objective, capacity: int, top: int, say: Progress
+        self, among: Space, bounds: Bounds, aim: Objective, capacity: int, top: int, say: Progress, ahead: bool
     ) -> None:
         self.among, self.bounds, self.aim = among, bounds, aim
         self.capacity, self.top, self.say = capacity, top, say
@@ -375,9 +381,11 @@ class _Search:
         self.steps: dict[int, float] = {}
         self.needs: dict[int, float] = {}
         self.simulated = self.considered = 0
-        self.loose: list[tuple[float, int, PlanWords]] = []
+        self.loose: list[tuple[float, int, int, PlanWords]] = []
         self.left: list[tuple[float, int, int, Plan]] = []
         self.waiting: dict[Hashable, list[tuple[int, Plan]]] = {}
+        self.ahead, self.fits_bytes, self.too_large_bytes = ahead, 0.0, float(capacity)
+        self.diving, self.learned = NONE, False
 
     def begin(self) -> None:
         """Bounds all plans coarsely."""
@@ -388,7 +396,9 @@ class _Search:
             bound = self.bounds.first(chosen, self.among.facts.global_batch)
             least = self._least(bound, chosen["gpus"])
             if self._may_fit(bound, chosen) and self._in_time(least):
-                self.loose.append((least, number, chosen))
+                # Neighbours have most in common, so turns go through the whole space first: by the bits reversed.
+                turn = int(f"{number:064b}"[::-1], 2)
+                self.loose.append((least, turn, number, chosen))
         heapq.heapify(self.loose)
         self.losers.divides = Counter(self.among.refused)
 
@@ -461,7 +471,9 @@ class _Search:
             if self.left and tight <= loose:
                 _, _, number, plan = heapq.heappop(self.left)
                 return number, plan, "whole" if number in self.steps else "step"
-            _, number, chosen = heapq.heappop(self.loose)
+            if self.ahead and self.learned and self.diving == NONE and (point := self._dive()) is not None:
+                return point
+            _, _, number, chosen = heapq.heappop(self.loose)
             try:
                 plan = self.among.plan(chosen)
             except EchoError as error:
@@ -475,9 +487,44 @@ class _Search:
             if len(its) == 1:
                 return number, plan, "bound"
 
+    def _dive(self) -> PlanPoint | None:
+        """A plan that may be the fastest of those that are likely to fit, to be predicted with its memory.
+
+        Bounds of memory are far below what plans need, and the fastest plans are the fullest. So how much one may
+        need by its bound is found by bisection, between those that were predicted ahead.
+        """
+        self.learned = False
+        faster = [entry for entry in self.left if entry[0] < self.fastest]
+        least = self.fits_bytes or min((self.needs[number] for _, _, number, _ in faster), default=inf)
+        most = (least + self.too_large_bytes) / 2
+        likely = [entry for entry in faster if self.needs[entry[2]] <= most]
+        if not likely:
+            return None
+        entry = min(likely)
+        self.left.remove(entry)
+        heapq.heapify(self.left)
+        _, _, self.diving, plan = entry
+        return self.diving, plan, "whole"
+
+    @property
+    def fastest(self) -> float:
+        """The value of the best so far."""
+        return self.best[0].value if self.best else inf
+
+    def _dived(self, number: int, fits: bool) -> None:
+        """Notes whether the plan that was predicted ahead fits."""
+        if number != self.diving:
+            return
+        self.diving = NONE
+        if fits:
+            self.fits_bytes = max(self.fits_bytes, self.needs[number])
+        else:
+            self.too_large_bytes = min(self.too_large_bytes, self.needs[number])
+
     def _learn(self, plan: Plan, found: StepCost | str) -> None:
         """Bounds the plans that wait for what the step of a rank costs."""
         self.bounds.learn(plan, PlanError(found) if isinstance(found, str) else found)
+        self.learned = True
         for number, one in self.waiting.pop(of_step(plan)):
             self._tighten(number, one)
 
@@ -491,6 +538,7 @@ class _Search:
         if isinstance(found, str):
             self.losers.refused[_kind_of(found)] += 1
             self.simulated -= number in self.steps
+            self.diving = NONE if number == self.diving else self.diving
             return
         if isinstance(found, float):
             # Its memory is worked out once no other plan can be better.
@@ -501,6 +549,8 @@ class _Search:
                 heapq.heappush(self.left, (least, 2, number, plan))
             return
         assert isinstance(found, Candidate)
+        self.simulated += number not in self.steps
+        self._dived(number, found.fits)
         if not found.fits:
             self.losers.too_large += 1
             self._missing(max(found.device_bytes, self.capacity + 1), plan)
@@ -627,7 +677,8 @@ def search(
     among = space(graph, system.cluster, plan, {name: tuple(values) for name, values in over.items()})
     if among.facts.batch == 1 and "micro_batch" not in among.asked:
         tell([ONE_SAMPLE])
-    state = _Search(among, Bounds(graph, system, scenario), aim, system.cluster.memory_bytes, top, say)
+    bounds, capacity = Bounds(graph, system, scenario), system.cluster.memory_bytes
+    state = _Search(among, bounds, aim, capacity, top, say, ahead=time_s < inf)
     make, begun = Question(graph, system, scenario, objective, most_step_s), 0
     state.begin()
     with ExitStack() as stack:
