@@ -59,9 +59,10 @@ class _Actors:
             except self.ray.exceptions.RayTaskError as error:
                 raise error.as_instanceof_cause() from None
             except self.ray.exceptions.RayError as error:
-                said = str(error).strip().splitlines()[0]
+                said = str(error).strip().splitlines()[0][:160]
                 raise SimulationError(
-                    f"Ray: a point was begun {TRIES + 1} times and never ended: {said}"
+                    f"Ray: the cluster is lost, or a point was begun {TRIES + 1} times and never ended ({said}): "
+                    "with --output (a sweep) or --journal (a search) the same command goes on where it was"
                 ) from None
             self.idle.append(actor)
         return answers
