@@ -353,14 +353,16 @@ class OnTheDevice(TorchFunctionMode):
     Args:
         note: is told which lines of the script read values.
         gpus: whether there are any to ask for.
+        rested: gets the lines of the script that read integers which rest on ranks being alike.
 
     Raises:
         CaptureError: there are none, and the script asks for one.
     """
 
-    def __init__(self, note: NoteTaker, *, gpus: bool = True) -> None:
+    def __init__(self, note: NoteTaker, *, gpus: bool = True, rested: list[str] | None = None) -> None:
         super().__init__()
         self._note, self._gpus = note, gpus
+        self._rested = [] if rested is None else rested
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -371,6 +373,8 @@ class OnTheDevice(TorchFunctionMode):
                 self._note(
                     f"{line} reads what ranks told each other: all are taken to have told what this one did"
                 )
+                if not args[0].is_floating_point():
+                    self._rested.append(line)
             return known[0]
         question = QUESTIONS.get(func)
         if question is not None and isinstance(args[0], FakeTensor):
@@ -454,10 +458,13 @@ class CountingDevice(OnTheDevice):
         note: as of `OnTheDevice`.
         counter: of the host's work.
         gpus: as of `OnTheDevice`.
+        rested: as of `OnTheDevice`.
     """
 
-    def __init__(self, note: NoteTaker, counter: HostCounter, *, gpus: bool = True) -> None:
-        super().__init__(note, gpus=gpus)
+    def __init__(
+        self, note: NoteTaker, counter: HostCounter, *, gpus: bool = True, rested: list[str] | None = None
+    ) -> None:
+        super().__init__(note, gpus=gpus, rested=rested)
         self._counter = counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -574,9 +581,9 @@ def present(world: World, note: NoteTaker = lambda _: None, counter: HostCounter
         counter: of the host's work, where it is asked for.
     """
     streams.start()
-    make: Callable[[], OnTheDevice] = partial(OnTheDevice, note, gpus=world.gpus)
+    make: Callable[[], OnTheDevice] = partial(OnTheDevice, note, gpus=world.gpus, rested=world.rested)
     if counter is not None:
-        make = partial(CountingDevice, note, counter, gpus=world.gpus)
+        make = partial(CountingDevice, note, counter, gpus=world.gpus, rested=world.rested)
     with ExitStack() as stack:
         enter = stack.enter_context
         for answer in (*answers(world), *_moves(world), *_streams(), *values.installed()):
