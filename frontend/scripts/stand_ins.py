@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.known_values import is_known
+from echograph.frontend.scripts import apex
 from echograph.frontend.scripts.values import NoteTaker
 
 WRITES_ONLY = ("_fill_indices_kernel",)
@@ -43,11 +44,16 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
     for name in missing:
         sys.modules.update({module.__name__: module for module in _STAND_INS[name](note)})
     parts = _Parts([name for name in missing if name in _NAMED])
-    sys.meta_path.append(parts)
+    wanted = apex.Wanted(lambda: apex.modules(_module, note))
+    finders = [parts, wanted] if _is_missing("apex") else [parts]
+    sys.meta_path += finders
     try:
         yield
     finally:
-        sys.meta_path.remove(parts)
+        for finder in finders:
+            sys.meta_path.remove(finder)
+        if wanted in finders:
+            missing.append("apex")
         for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
             del sys.modules[name]
 
