@@ -1,4 +1,4 @@
-"""Apex, where a script cannot do without it: mixed precision (O0, O1), its data parallelism, LARC.
+"""What a script cannot do without; of these, Apex: mixed precision (O0, O1), its data parallelism, LARC.
 
 What O1 casts is what PyTorch's autocast casts; a loss is scaled and gradients are brought back by kernels of their
 own. Its wrapper of models is PyTorch's DDP, whose buckets differ from Apex's.
@@ -7,7 +7,7 @@ own. Its wrapper of models is PyTorch's DDP, whose buckets differ from Apex's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dis import Bytecode
 from importlib.abc import Loader, MetaPathFinder
@@ -24,20 +24,20 @@ _SCALE = 65536.0
 
 
 class Wanted(Loader, MetaPathFinder):
-    """Finds modules of a stand-in where a script cannot do without them: its import is none within `try`.
+    """Finds modules of stand-ins where a script cannot do without them: the import is none within `try`.
 
     Args:
-        make: what makes them, where they are wanted.
+        make: package -> what makes its modules, where they are wanted.
     """
 
-    def __init__(self, make: Callable[[], list[ModuleType]]) -> None:
+    def __init__(self, make: Mapping[str, Callable[[], list[ModuleType]]]) -> None:
         self._make = make
         self._made: dict[str, ModuleType] = {}
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         """One for each of them."""
-        if not self._made and name == "apex" and _is_wanted():
-            self._made = {module.__name__: module for module in self._make()}
+        if name in self._make and name not in self._made and _is_wanted():
+            self._made |= {module.__name__: module for module in self._make[name]()}
         return ModuleSpec(name, self, is_package=True) if name in self._made else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -57,7 +57,8 @@ def _is_wanted() -> bool:
         frame = frame.f_back
     if frame is None:
         return False
-    return not any(entry.start <= frame.f_lasti < entry.end for entry in Bytecode(frame.f_code).exception_entries)
+    code: Any = Bytecode(frame.f_code)
+    return not any(entry.start <= frame.f_lasti < entry.end for entry in code.exception_entries)
 
 
 def _initialize(models: Any, optimizers: Any = None, enabled: bool = True, opt_level: str = "O1", **_: Any) -> Any:

@@ -72,13 +72,13 @@ _REMEDIES = (
         _DOWNLOAD,
     ),
     (
-        r"CUDA_HOME|CUDA Toolkit|nvcc|CUDA_PATH",
+        r"CUDA_HOME|CUDA Toolkit|nvcc|CUDA_PATH|NVRTC|nvrtc",
         "it compiles kernels of its own for a GPU, into which a capture cannot look: the script is captured only "
         "where it takes PyTorch's own operators in their place",
     ),
     (r"active drivers|[Tt]riton", f"a Triton kernel {_OPERATOR}"),
     (r"lib(cuda|cudart|cublas|cudnn|nccl|nvrtc|nvidia-ml)\w*[.\d]*\.so|NVML|nvml|nvidia-ml|no NVIDIA", _DRIVER),
-    (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs|nvrtc", _NOT_ANSWERED),
+    (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs", _NOT_ANSWERED),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
 _FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine")

@@ -415,3 +415,19 @@ def test_apex_is_stood_in_for_where_a_script_cannot_do_without(tmp_path: Path) -
     path.write_text("try:\n    import apex\nexcept ImportError:\n    raise SystemExit(7)\n")
     with pytest.raises(CaptureError, match="exit status 7"):
         run_script(Script(path=path), World(size=4), TorchAdapter())
+
+
+def test_kernels_of_the_hub_are_flash_attention_or_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    text = """import torch
+from kernels import get_kernel
+attention = get_kernel("{name}", version=1).flash_attn_interface
+x = torch.ones(2, 16, 4, 16).cuda().bfloat16()
+assert attention.flash_attn_func(x, x, x, causal=True).shape == x.shape
+"""
+    path.write_text(text.format(name="kernels-community/flash-attn3"))
+    with pytest.raises(CaptureError, match="ended after 0 training steps"):
+        run_script(Script(path=path), World(), TorchAdapter())
+    path.write_text(text.format(name="kernels-community/activation"))
+    with pytest.raises(CaptureError, match=r"^train\.py:3: kernels-community/activation is compiled"):
+        run_script(Script(path=path), World(), TorchAdapter())
