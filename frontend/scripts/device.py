@@ -84,8 +84,11 @@ _REMEDIES = (
 _FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine")
 # What brings a package of another name.
 _DISTRIBUTIONS = {
-    "cv2": "opencv-python-headless", "git": "gitpython", "PIL": "pillow", "pkg_resources": '"setuptools<81"',
-    "skimage": "scikit-image", "sklearn": "scikit-learn", "yaml": "pyyaml", "google": "protobuf",
+    "attr": "attrs", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dateutil": "python-dateutil",
+    "dotenv": "python-dotenv", "faiss": "faiss-cpu", "git": "gitpython", "google": "protobuf",
+    "hydra": "hydra-core",
+    "PIL": "pillow", "pkg_resources": '"setuptools<81"', "skimage": "scikit-image", "sklearn": "scikit-learn",
+    "umap": "umap-learn", "yaml": "pyyaml",
 }  # fmt: skip
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
 _OTHER_VERSION = (
