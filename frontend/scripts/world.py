@@ -271,7 +271,7 @@ def _scatter_object_list(output: list[Any], inputs: list[Any] | None = None, *_:
 
 
 def differing(one: World, other: World) -> frozenset[Shared]:
-    """The calls to which two ranks that ran gave different integers, or which one of them did not make."""
+    """The calls to which two ranks that ran gave different integers."""
     both = [(call, given) for call, given in one.given.items() if given is not None and other.rank in call[0]]
     return frozenset(call for call, given in both if not _equal(given, other.given.get(call)))
 
@@ -280,7 +280,8 @@ def _equal(one: Any, other: Any) -> bool:
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
-        return other is not None and one.shape == other.shape and bool((one == other).all())
+        # One that ended before it, or has another shape, says nothing.
+        return other is None or one.shape != other.shape or bool((one == other).all())
 
 
 def _added_up(world: World, original: Any) -> Any:
