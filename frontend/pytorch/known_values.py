@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,7 +34,6 @@ MOST_NUMBERS = 1 << 12
 _VALUES = "_echograph_values"
 _UNKNOWN = object()
 _ALIKE = "_echograph_alike"
-_RESTED: ContextVar[list[None]] = ContextVar("rested")
 _COUNTING = (torch.histc, Tensor.histc, torch.bincount, Tensor.bincount)
 _EXCHANGES = ("_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor")
 _WRITING = ("__set__", "__setitem__")
@@ -76,7 +74,6 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any]
     given = _with_values((args, kwargs))
     if given is _UNKNOWN:
         return None
-    _rested(args)
     with _disable_current_modes():
         return (func(*given[0], **given[1]),)
 
@@ -164,24 +161,6 @@ def rest_on_ranks(given: Any) -> bool:
     if isinstance(given, tuple | list):
         return any(map(rest_on_ranks, given))
     return isinstance(given, FakeTensor) and hasattr(given, _ALIKE)
-
-
-@contextmanager
-def resting(found: list[None]) -> Iterator[None]:
-    """In the context, the list grows with each integer that is read and is so only if ranks are alike."""
-    token = _RESTED.set(found)
-    try:
-        yield
-    finally:
-        _RESTED.reset(token)
-
-
-def _rested(given: Any) -> None:
-    """Notes that what is asked rests on ranks; of numbers that are no integers, who reads them is told."""
-    found = _RESTED.get(None)
-    first = given[0] if isinstance(given, tuple) else given
-    if found is not None and rest_on_ranks(first) and not first.is_floating_point():
-        found.append(None)
 
 
 def told(tensor: Tensor) -> Tensor | None:
@@ -416,7 +395,6 @@ def _number(given: Any) -> Any:
     known = real(given)
     if known is given or known.dim() > 1:
         return given
-    _rested(given)
     with _disable_current_modes():
         return known.tolist()
 

@@ -815,7 +815,7 @@ def _unlike(script: Script, world: World, adapter: Adapter, ran: Sequence[World]
 
     The last rank of each group that adds up or gathers runs as well: what depends on the rank differs there.
     """
-    if not any(one.rested for one in ran):
+    if len(ran) > 1 or not ran[0].rested:  # ranks of several roles do not call alike
         return frozenset()
     worlds = {one.rank: one for one in ran}
     for rank in sorted({ranks[-1] for (ranks, _), given in ran[0].given.items() if given is not None}):

@@ -72,20 +72,23 @@ _REMEDIES = (
         _DOWNLOAD,
     ),
     (
-        r"CUDA_HOME|CUDA Toolkit|nvcc|CUDA_PATH",
+        r"CUDA_HOME|CUDA Toolkit|nvcc|CUDA_PATH|NVRTC|nvrtc",
         "it compiles kernels of its own for a GPU, into which a capture cannot look: the script is captured only "
         "where it takes PyTorch's own operators in their place",
     ),
     (r"active drivers|[Tt]riton", f"a Triton kernel {_OPERATOR}"),
     (r"lib(cuda|cudart|cublas|cudnn|nccl|nvrtc|nvidia-ml)\w*[.\d]*\.so|NVML|nvml|nvidia-ml|no NVIDIA", _DRIVER),
-    (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs|nvrtc", _NOT_ANSWERED),
+    (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs", _NOT_ANSWERED),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
 _FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine")
 # What brings a package of another name.
 _DISTRIBUTIONS = {
-    "cv2": "opencv-python-headless", "git": "gitpython", "PIL": "pillow", "pkg_resources": '"setuptools<81"',
-    "skimage": "scikit-image", "sklearn": "scikit-learn", "yaml": "pyyaml", "google": "protobuf",
+    "attr": "attrs", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dateutil": "python-dateutil",
+    "dotenv": "python-dotenv", "faiss": "faiss-cpu", "git": "gitpython", "google": "protobuf",
+    "hydra": "hydra-core",
+    "PIL": "pillow", "pkg_resources": '"setuptools<81"', "skimage": "scikit-image", "sklearn": "scikit-learn",
+    "umap": "umap-learn", "yaml": "pyyaml",
 }  # fmt: skip
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
 _OTHER_VERSION = (
@@ -353,14 +356,16 @@ class OnTheDevice(TorchFunctionMode):
     Args:
         note: is told which lines of the script read values.
         gpus: whether there are any to ask for.
+        rested: gets the lines of the script that read integers which rest on ranks being alike.
 
     Raises:
         CaptureError: there are none, and the script asks for one.
     """
 
-    def __init__(self, note: NoteTaker, *, gpus: bool = True) -> None:
+    def __init__(self, note: NoteTaker, *, gpus: bool = True, rested: list[str] | None = None) -> None:
         super().__init__()
         self._note, self._gpus = note, gpus
+        self._rested = [] if rested is None else rested
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -371,6 +376,8 @@ class OnTheDevice(TorchFunctionMode):
                 self._note(
                     f"{line} reads what ranks told each other: all are taken to have told what this one did"
                 )
+                if not args[0].is_floating_point():
+                    self._rested.append(line)
             return known[0]
         question = QUESTIONS.get(func)
         if question is not None and isinstance(args[0], FakeTensor):
@@ -454,10 +461,13 @@ class CountingDevice(OnTheDevice):
         note: as of `OnTheDevice`.
         counter: of the host's work.
         gpus: as of `OnTheDevice`.
+        rested: as of `OnTheDevice`.
     """
 
-    def __init__(self, note: NoteTaker, counter: HostCounter, *, gpus: bool = True) -> None:
-        super().__init__(note, gpus=gpus)
+    def __init__(
+        self, note: NoteTaker, counter: HostCounter, *, gpus: bool = True, rested: list[str] | None = None
+    ) -> None:
+        super().__init__(note, gpus=gpus, rested=rested)
         self._counter = counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -574,9 +584,9 @@ def present(world: World, note: NoteTaker = lambda _: None, counter: HostCounter
         counter: of the host's work, where it is asked for.
     """
     streams.start()
-    make: Callable[[], OnTheDevice] = partial(OnTheDevice, note, gpus=world.gpus)
+    make: Callable[[], OnTheDevice] = partial(OnTheDevice, note, gpus=world.gpus, rested=world.rested)
     if counter is not None:
-        make = partial(CountingDevice, note, counter, gpus=world.gpus)
+        make = partial(CountingDevice, note, counter, gpus=world.gpus, rested=world.rested)
     with ExitStack() as stack:
         enter = stack.enter_context
         for answer in (*answers(world), *_moves(world), *_streams(), *values.installed()):

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.known_values import is_known
+from echograph.frontend.scripts import apex
 from echograph.frontend.scripts.values import NoteTaker
 
 WRITES_ONLY = ("_fill_indices_kernel",)
@@ -43,11 +44,16 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
     for name in missing:
         sys.modules.update({module.__name__: module for module in _STAND_INS[name](note)})
     parts = _Parts([name for name in missing if name in _NAMED])
-    sys.meta_path.append(parts)
+    made = {"apex": lambda: apex.modules(_module, note), "kernels": lambda: _hub_kernels(note)}
+    wanted = {name: make for name, make in made.items() if _is_missing(name)}
+    finders: list[MetaPathFinder] = [parts, apex.Wanted(wanted)]
+    sys.meta_path += finders
     try:
         yield
     finally:
-        sys.meta_path.remove(parts)
+        for finder in finders:
+            sys.meta_path.remove(finder)
+        missing += wanted
         for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
             del sys.modules[name]
 
@@ -98,9 +104,9 @@ class _Kernel:
     def __call__(self, *_: Any, **__: Any) -> None:
         if self.__name__ not in WRITES_ONLY:
             raise CaptureError(
-                f"the kernel {self.__name__} is written in Triton, and a capture cannot look into it: choose "
-                "PyTorch's own operators, or make it a custom operator with a fake implementation "
-                "(torch.library.register_fake)"
+                f"the kernel {self.__name__} is written in Triton, and a capture cannot look into it: the script "
+                "is captured only where it takes PyTorch's own operators, or makes it a custom operator with a "
+                "fake implementation (torch.library.register_fake)"
             )
         self._note(f"the kernel {self.__name__} (Triton) is left out: it writes indices, for some microseconds")
 
@@ -203,7 +209,8 @@ def flash_attention(
         window_size = (-1, -1)
     if tuple(window_size) not in ((-1, -1), (-1, 0)) or softcap or alibi_slopes is not None:
         raise CaptureError(
-            "flash_attn with a window, a cap or ALiBi's slopes is no kernel of PyTorch's: leave these out"
+            "flash_attn with a window, a cap or ALiBi's slopes is no kernel of PyTorch's, so a capture knows "
+            "none: the script is captured only without these"
         )
     query, key, value = (part.transpose(1, 2) for part in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(
@@ -574,6 +581,22 @@ def _grouped_gemm(note: NoteTaker) -> list[ModuleType]:
 
     ops = _module("grouped_gemm.ops", gmm=product, permute=_by_expert, unpermute=_by_token)
     return [_module("grouped_gemm", ops=ops, **{name: getattr(ops, name) for name in ("gmm", "permute")}), ops]
+
+
+def _hub_kernels(note: NoteTaker) -> list[ModuleType]:
+    """`kernels`, which takes compiled code from the hub: of FlashAttention's, what is known of its package."""
+
+    def get_kernel(name: str, *_: Any, **__: Any) -> ModuleType:
+        if "flash-attn" in name:
+            whole, third = _flash_attn(note)[0], _flash_attn(note)[-1]
+            known = {each: value for each, value in vars(whole).items() if not each.startswith("__")}
+            return _module(name, **known | {"flash_attn_interface": third})
+        raise CaptureError(
+            f"{name} is compiled code for GPUs, into which a capture cannot look: the script is captured only "
+            "where it takes PyTorch's own operators in its place"
+        )
+
+    return [_module("kernels", get_kernel=get_kernel)]
 
 
 _RUNS = "its attention of several sequences is PyTorch's flash attention, a kernel for each run of equal lengths"

@@ -185,6 +185,10 @@ class TorchAdapter(Adapter):
                 enter(headers_alone())
             states = importlib.import_module("torch.distributed.checkpoint.state_dict")
             enter(patched(states, "_init_optim_state", lambda f: _making_states(recorder, f)))
+            if importlib.util.find_spec("tensorboard") is not None:
+                writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+                # It would trace the model for a picture, with values.
+                enter(replaced(writer, "add_graph", lambda *_, **__: None))
             enter(patched(torch, "compile", lambda _: compiling(recorder, self.compiles)))
             enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))
             enter(patched(DataLoader, "__init__", _in_this_process))

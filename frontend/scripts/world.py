@@ -36,7 +36,7 @@ class World:
         told: objects that ranks which ran before told all others; worlds that are copies share it.
         unlike: calls to which ranks give different integers: what comes out of them is not known.
         given: what the rank gave to such calls; None where it is no integer that the host knows.
-        rested: one for each integer that was read and rests on ranks having given the same.
+        rested: lines of the script that read integers which rest on ranks having given the same.
     """
 
     rank: int = 0
@@ -47,7 +47,7 @@ class World:
     told: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict, compare=False, repr=False)
     unlike: frozenset[Shared] = frozenset()
     given: dict[Shared, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    rested: list[None] = field(default_factory=list, init=False, compare=False, repr=False)
+    rested: list[str] = field(default_factory=list, init=False, compare=False, repr=False)
     _calls: Counter[tuple[Any, ...]] = field(default_factory=Counter, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -86,8 +86,6 @@ class World:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
-        from echograph.frontend.pytorch.known_values import resting
-
         before = dict(os.environ)
         os.environ.update(self.environment)
         self._calls.clear()
@@ -95,7 +93,6 @@ class World:
             with ExitStack() as stack:
                 enter = stack.enter_context
                 enter(mpi.present(self.rank, self.size))
-                enter(resting(self.rested))
                 enter(patched(distributed_c10d, "rendezvous", self._rendezvous))
                 asked: dict[Any, str] = {}
                 enter(patched(distributed_c10d, "_new_process_group_helper", partial(self._fake_group, asked)))
@@ -274,7 +271,7 @@ def _scatter_object_list(output: list[Any], inputs: list[Any] | None = None, *_:
 
 
 def differing(one: World, other: World) -> frozenset[Shared]:
-    """The calls to which two ranks that ran gave different integers, or which one of them did not make."""
+    """The calls to which two ranks that ran gave different integers."""
     both = [(call, given) for call, given in one.given.items() if given is not None and other.rank in call[0]]
     return frozenset(call for call, given in both if not _equal(given, other.given.get(call)))
 
@@ -283,7 +280,8 @@ def _equal(one: Any, other: Any) -> bool:
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
-        return other is not None and one.shape == other.shape and bool((one == other).all())
+        # One that ended before it, or has another shape, says nothing.
+        return other is None or one.shape != other.shape or bool((one == other).all())
 
 
 def _added_up(world: World, original: Any) -> Any:

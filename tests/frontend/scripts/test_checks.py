@@ -379,3 +379,55 @@ def test_memory_that_is_not_there_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="ended after 0 training steps"):
         run_script(Script(path=path), World(), TorchAdapter())
     assert not hasattr(torch._C, "_cuda_getCurrentRawStream") or torch.version.cuda is not None
+
+
+APEX = """import torch
+{importing}
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)).cuda()
+torch.distributed.init_process_group("nccl")
+model = apex.parallel.convert_syncbn_model(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+optimizer = LARC(optimizer, trust_coefficient=0.001, clip=False)
+model, optimizer = apex.amp.initialize(model, optimizer, opt_level="{level}")
+model = apex.parallel.DistributedDataParallel(model)
+for step in range(3):
+    with apex.amp.scale_loss(model(torch.ones(4, 64).cuda()).float().sum(), optimizer) as loss:
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(apex.amp.master_params(optimizer), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_apex_is_stood_in_for_where_a_script_cannot_do_without(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    importing = "import apex\nfrom apex.parallel.LARC import LARC"
+    path.write_text(APEX.format(importing=importing, level="O1"))
+    run = run_script(Script(path=path), World(size=4), TorchAdapter())
+    targets = [str(node.target) for node in run.recorder.graph.nodes]
+    products = [node for node in run.recorder.graph.nodes if "addmm" in str(node.target)]
+    assert [node.meta["val"].dtype for node in products] == [torch.float16]
+    assert sum("norm" in target and "batch" not in target for target in targets) >= 8  # two of each parameter
+    assert any("apex is not installed" in note for note in run.recorder.notes)
+    path.write_text(APEX.format(importing=importing, level="O2"))
+    with pytest.raises(CaptureError, match=r"^train\.py:9: apex\.amp's O2 is not known"):
+        run_script(Script(path=path), World(size=4), TorchAdapter())
+    path.write_text("try:\n    import apex\nexcept ImportError:\n    raise SystemExit(7)\n")
+    with pytest.raises(CaptureError, match="exit status 7"):
+        run_script(Script(path=path), World(size=4), TorchAdapter())
+
+
+def test_kernels_of_the_hub_are_flash_attention_or_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    text = """import torch
+from kernels import get_kernel
+attention = get_kernel("{name}", version=1).flash_attn_interface
+x = torch.ones(2, 16, 4, 16).cuda().bfloat16()
+assert attention.flash_attn_func(x, x, x, causal=True).shape == x.shape
+"""
+    path.write_text(text.format(name="kernels-community/flash-attn3"))
+    with pytest.raises(CaptureError, match="ended after 0 training steps"):
+        run_script(Script(path=path), World(), TorchAdapter())
+    path.write_text(text.format(name="kernels-community/activation"))
+    with pytest.raises(CaptureError, match=r"^train\.py:3: kernels-community/activation is compiled"):
+        run_script(Script(path=path), World(), TorchAdapter())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from echograph.errors import CaptureError
 from echograph.frontend.pytorch.annotate import OPTIMIZER, PHASE
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.recorder import MICRO_BATCH
@@ -133,3 +134,55 @@ def test_two_losses_of_a_forward_pass_are_of_one_micro_batch(tmp_path: Path) -> 
     )
     assert sorted(products) == [0, 1, 2]
     assert len(set(products.values())) == 1
+
+
+ASKED_AGAIN = """import torch, torch.distributed as dist
+{names}
+dist.init_process_group("nccl")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def any_of_the_ranks(value):
+    flag = torch.tensor([value], dtype=torch.int32, device="cuda")
+    dist.all_reduce(flag)
+    return flag.item() > 0
+
+for step in range(3):
+    again = True
+    while again:
+        loss = model(torch.ones(4, 8).cuda()).sum()
+        loss.backward()
+        again = {ask}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "ask"),
+    [
+        ("", "any_of_the_ranks(False)"),
+        (
+            "from megatron.core.rerun_state_machine import RerunStateMachine",
+            "RerunStateMachine._reduce_any(None, False)",
+        ),
+    ],
+)
+def test_a_step_that_ranks_agree_not_to_run_again_has_one_micro_batch(
+    tmp_path: Path, names: str, ask: str
+) -> None:
+    """Megatron asks all ranks after each pass whether one of them wants it once more.
+
+    A flag that a collective wrote and nobody knows would be read as 1 there, and the pass would be run twice.
+    """
+    if names:
+        pytest.importorskip("megatron.core")
+    script = tmp_path / "again.py"
+    script.write_text(ASKED_AGAIN.format(names=names, ask=ask))
+    job = capture_script(Script(path=script), World(size=4), TorchAdapter()).graph
+    assert isinstance(job, JobGraph)
+    assert {len({*program.calls[:, 4]} - {-1}) for program in job.programs} == {1}
+    if not names:
+        script.write_text(ASKED_AGAIN.format(names="", ask="any_of_the_ranks(bool(loss.isnan().cpu() + loss))"))
+        with pytest.raises(CaptureError, match="--decide"):
+            capture_script(Script(path=script), World(size=4), TorchAdapter())
