@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echograph.cli.app import make_app, require_torch, run
+from echograph.cli.app import end_with, make_app, require_torch
 from echograph.cli.options import (
     GraphFile,
     GraphFiles,
@@ -633,4 +633,4 @@ def _print_rows(rows: list[dict[str, object]], as_json: bool) -> None:
 
 def main() -> None:
     """Entry point of the console script."""
-    run(app, "echosim")
+    end_with(app, "echosim")
