@@ -11,7 +11,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_map_only
 
 from echograph.errors import CaptureError, EchoError
 from echograph.frontend.pytorch.annotate import check_annotations
+from echograph.frontend.pytorch.compiler import left_out
 from echograph.frontend.pytorch.device_ops import cpu_operators, cuda_operators
 from echograph.frontend.pytorch.known_values import is_known, knowing_values
 from echograph.frontend.pytorch.recorder import OperatorRecorder
@@ -64,12 +65,19 @@ def capture_mode() -> Iterator[FakeTensorMode]:
 
 
 @contextmanager
-def fake_mode() -> Iterator[FakeTensorMode]:
-    """In the context, tensors have a shape and no data."""
-    # A fallback kernel would run an operator without a shape rule on real memory, terabytes perhaps.
-    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    with mode, torch.device("cpu"), _converting_modules():
-        yield mode
+def fake_mode(
+    importing: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[FakeTensorMode]:
+    """In the context, tensors have a shape and no data.
+
+    Args:
+        importing: as `compiler.left_out` has it.
+    """
+    with left_out(importing):
+        # A fallback kernel would run an operator without a shape rule on real memory, terabytes perhaps.
+        mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        with mode, torch.device("cpu"), _converting_modules():
+            yield mode
 
 
 def capture(

@@ -26,13 +26,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import update_wrapper
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from itertools import product
 from math import prod
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from echograph.errors import CaptureError, MissingExtraError, UsageError
@@ -168,19 +171,100 @@ def patched(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[Non
     if isinstance(value, FunctionType) and isinstance(before, FunctionType) and value.__closure__:
         # Libraries ask for the arguments of what they call: what was made for this place passes for what it wraps.
         update_wrapper(value, before)
+    patch = owner, name, own, original, value
+    _PATCHES[id(patch)] = patch
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
+        del _PATCHES[id(patch)]
+        _put_back(owner, name, own, original)
+
+
+def _put_back(owner: Any, name: str, own: bool, original: Any) -> None:
+    if own:
+        setattr(owner, name, original)
+    else:
+        delattr(owner, name)
+
+
+_PATCHES: dict[int, tuple[Any, str, bool, Any, Any]] = {}
+
+
+@contextmanager
+def unpatched() -> Iterator[None]:
+    """In the context, what is patched is as it was: for what keeps the functions that it finds."""
+    undone = list(_PATCHES.values())
+    for owner, name, own, original, _ in reversed(undone):
+        _put_back(owner, name, own, original)
+    try:
+        yield
+    finally:
+        for owner, name, *_, value in undone:
+            setattr(owner, name, value)
 
 
 def replaced(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
     """In the context, `owner.name` is a value; as `patched`."""
     return patched(owner, name, lambda _: value)
+
+
+@contextmanager
+def once_imported(name: str, hooks: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """In the context, hooks of a module are in place from where it is imported: most scripts need few.
+
+    Args:
+        name: of the module.
+        hooks: makes them, once the module is there.
+    """
+    with ExitStack() as stack:
+        if name in sys.modules:
+            stack.enter_context(hooks())
+            yield
+            return
+        watch = _Watch(name, lambda: stack.enter_context(hooks()))
+        sys.meta_path.insert(0, watch)
+        try:
+            yield
+        finally:
+            watch.end()
+
+
+class _Watch(MetaPathFinder, Loader):
+    """Finds a module as others do, and says when it has been imported."""
+
+    def __init__(self, name: str, then: Callable[[], Any]) -> None:
+        self._name, self._then = name, then
+        self._loader: Any = None
+
+    def end(self) -> None:
+        """It watches no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """What the finders behind this one find, to be imported by way of this one."""
+        if name != self._name:
+            return None
+        self.end()
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """As its own loader does."""
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        """As its own loader does, which it then has; and it is there."""
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._then()
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> None:

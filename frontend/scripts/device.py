@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map_only
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
 from echograph.frontend.scripts import places, streams, values
-from echograph.frontend.scripts.adapter import patched, replaced
+from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
 from echograph.frontend.scripts.requirements import unmet
@@ -187,8 +187,9 @@ def answers(world: World) -> Iterator[AbstractContextManager[None]]:
         yield replaced(torch.nn, "DataParallel", _refuse(_DATA_PARALLEL))
     elif world.gpus:
         yield replaced(torch.nn.DataParallel, "scatter", _one_part)
-    for owner, name, why in _needs_its_own():
-        yield replaced(owner, name, _refuse(f"{name} {why}" if why is not _GRAPHS else why))
+    for name in ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle"):
+        yield replaced(torch.cuda, name, _refuse(_GRAPHS))
+    yield once_imported("torch.utils.cpp_extension", _no_extensions)
     if world.gpus and not hasattr(torch._C, _RAW_STREAM):
         yield _with(torch._C, _RAW_STREAM, _zero)
 
@@ -315,13 +316,15 @@ def _without(name: str, answer: Any) -> Any:
     return answer if name in _HARMLESS else _refuse(f"'{name}' {NO_GPU}")
 
 
-def _needs_its_own() -> Iterator[tuple[Any, str, str]]:
+@contextmanager
+def _no_extensions() -> Iterator[None]:
     from torch.utils import cpp_extension
 
-    for name in ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle"):
-        yield torch.cuda, name, _GRAPHS
-    for name in ("load", "load_inline"):
-        yield cpp_extension, name, _OPERATOR
+    with (
+        replaced(cpp_extension, "load", _refuse(f"load {_OPERATOR}")),
+        replaced(cpp_extension, "load_inline", _refuse(f"load_inline {_OPERATOR}")),
+    ):
+        yield
 
 
 def _refuse(why: str) -> type[Any]:

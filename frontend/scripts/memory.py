@@ -8,6 +8,7 @@ of ranks that share it: of PyTorch's own wrappers here, of frameworks as their a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -35,6 +36,8 @@ def groups_of(tensor: Tensor) -> SharingGroups:
 
 def fsdp_shards(root: nn.Module) -> Iterator[tuple[Tensor, SharingGroups, int]]:
     """Parameters that the first FSDP divides, with the groups that have shares and the elements of the whole."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     for module in FullyShardedDataParallel.fsdp_modules(root):

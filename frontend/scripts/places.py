@@ -9,7 +9,7 @@ results, and answers the dispatcher and autograd, which ask below it (`below`), 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from echograph.frontend.scripts.adapter import patched, replaced
+from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 
 _GPU = "_echograph_gpu"
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -228,6 +228,13 @@ def _shadowed(plain: Any) -> Any:
 _ASKED_BY_SHAPE_RULES = ("stride", "size", "dim", "numel")
 
 
+def _as_their_parts() -> AbstractContextManager[None]:
+    """Tensors that are divided over ranks are where the rank's part is."""
+    from torch.distributed.tensor import DTensor
+
+    return replaced(DTensor, "device", property(lambda tensor: tensor._local_tensor.device))
+
+
 @contextmanager
 def answered(index: int) -> Iterator[None]:
     """In the context, tensors say where they are.
@@ -235,10 +242,7 @@ def answered(index: int) -> Iterator[None]:
     Args:
         index: of the rank's GPU on its machine.
     """
-    from torch.distributed.tensor import DTensor
-
     _Place.gpu, _Place.below, _Place.with_data = torch.device("cuda", index), 0, 0
-    local = property(lambda tensor: tensor._local_tensor.device)
     plain = nn.Parameter.__new__
 
     def of_class(kind: Any, *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +284,7 @@ def answered(index: int) -> Iterator[None]:
         patched(torch.UntypedStorage, "__getitem__", _cut),
         patched(torch.UntypedStorage, "data_ptr", _told_apart),
         patched(Tensor, "set_", _put),
-        replaced(DTensor, "device", local),
+        once_imported("torch.distributed.tensor", _as_their_parts),
         replaced(nn.Parameter, "__new__", staticmethod(of_class)),
     ):
         yield

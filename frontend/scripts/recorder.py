@@ -285,10 +285,12 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             algorithms.
         counter: of the host's own work, where that is asked for.
         gpus: whether there are GPUs to make tensors on.
+        untouched: a tensor that has memory, and is not written where the script writes it: nobody asks for values.
     """
 
     counter: HostCounter | None = None
     gpus = True
+    untouched: Tensor | None = None
 
     def __init__(
         self,
@@ -642,6 +644,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         elsewhere = device is not None and device.type == "cuda"
         if elsewhere and not self.gpus:
             raise CaptureError(f"this {NO_GPU}")
+        if self.untouched is not None and args and args[0] is self.untouched:
+            return self.untouched
         out = self._shapes.call(func, args, kwargs | {"device": _CPU} if elsewhere else kwargs)
         if elsewhere:
             places.mark(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing.context
 import os
 import re
@@ -33,7 +34,7 @@ from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.pytorch.userfile import reason
 from echograph.frontend.scripts import fakes, launchers, stand_ins
-from echograph.frontend.scripts.adapter import Adapter, patched, replaced
+from echograph.frontend.scripts.adapter import Adapter, patched, replaced, unpatched
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
 from echograph.frontend.scripts.recorder import ScriptRecorder, StepRecorded
@@ -101,11 +102,16 @@ class ScriptRun:
 @contextmanager
 def _algorithms_of_its_own() -> Iterator[None]:
     """What a script sets of deterministic algorithms ends with it: it changes what the next one launches."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = _deterministic()
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        if before != _deterministic():  # to set them imports PyTorch's compiler
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def run_script(script: Script, world: World, adapter: Adapter, results: Results | None = None) -> ScriptRun:
@@ -130,7 +136,9 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter(_settings_kept())
         enter(world.entered())
         enter(_algorithms_of_its_own())
-        mode = enter(fake_mode())
+        if script.host is not None:
+            importlib.import_module("torch._dynamo")  # on a real host it is there, and what it wraps is work
+        mode = enter(fake_mode(unpatched))
         recorder = (CountingRecorder if script.host is not None else ScriptRecorder)(
             mode, step=script.step, whole=script.whole, counts_optimizer_steps=adapter.counts_optimizer_steps,
             results=results,
@@ -365,10 +373,6 @@ def _settings_kept() -> Iterator[None]:
     """Puts back what a script sets for the whole process: the next rank begins as this one did."""
     limit, dtype, grad = sys.getrecursionlimit(), torch.get_default_dtype(), torch.is_grad_enabled()
     precision = torch.get_float32_matmul_precision()
-    deterministic, warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
         yield
@@ -377,7 +381,6 @@ def _settings_kept() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
         torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         for number, handler in handlers.items():
             # None: no handler of Python's; signals are the main thread's.
             if handler is not None and signal.getsignal(number) is not handler:

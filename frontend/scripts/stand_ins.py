@@ -41,8 +41,8 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
         note: is told what was used of them.
     """
     missing = [name for name in _STAND_INS if _is_missing(name)]
-    for name in missing:
-        sys.modules.update({module.__name__: module for module in _STAND_INS[name](note)})
+    made = [module for name in missing for module in _STAND_INS[name](note)]
+    sys.modules.update({module.__name__: module for module in made})
     parts = _Parts([name for name in missing if name in _NAMED])
     made = {"apex": lambda: apex.modules(_module, note), "kernels": lambda: _hub_kernels(note)}
     wanted = {name: make for name, make in made.items() if _is_missing(name)}
@@ -56,6 +56,9 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
         missing += wanted
         for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
             del sys.modules[name]
+        # The next run names the same operators, however long something holds the modules of this one.
+        for library in (library for module in made for library in vars(module).get("_held", ())):
+            library._destroy()
 
 
 class _Parts(Loader, MetaPathFinder):

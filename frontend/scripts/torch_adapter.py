@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from inspect import getattr_static
 from math import prod
@@ -31,7 +31,7 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.known_values import given, real
 from echograph.frontend.scripts import device
-from echograph.frontend.scripts.adapter import Adapter, patched, replaced
+from echograph.frontend.scripts.adapter import Adapter, once_imported, patched, replaced
 from echograph.frontend.scripts.checks import one_rank
 from echograph.frontend.scripts.collectives import coalesced
 from echograph.frontend.scripts.host_work import batched, compiled
@@ -158,13 +158,10 @@ class TorchAdapter(Adapter):
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
         """A GPU, data loaders in this process, wrappers that take fake tensors; checkpoints are not written."""
         from torch.distributed import device_mesh
-        from torch.distributed.fsdp import FullyShardedDataParallel
-        from torch.distributed.tensor import _sharding_prop
         from torch.nn.parallel import DistributedDataParallel
         from torch.utils.data import DataLoader, dataloader
 
         self._meshes.clear()
-        _forget_meshes()
         recorder.stack, recorder.gpus = self.stack, world.gpus
         # Threads of its own find no GPU: Transformers is asked to load weights in this one.
         os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
@@ -183,12 +180,9 @@ class TorchAdapter(Adapter):
             enter(patched(torch, "load", saved.loading))
             if importlib.util.find_spec("safetensors") is not None:
                 enter(headers_alone())
-            states = importlib.import_module("torch.distributed.checkpoint.state_dict")
-            enter(patched(states, "_init_optim_state", lambda f: _making_states(recorder, f)))
-            if importlib.util.find_spec("tensorboard") is not None:
-                writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-                # It would trace the model for a picture, with values.
-                enter(replaced(writer, "add_graph", lambda *_, **__: None))
+            for name, hooks in _LATER.items():
+                enter(once_imported(name, partial(hooks, world, recorder)))
+            enter(once_imported("torch.distributed.pipelining", partial(self._stages.installed, recorder)))
             enter(patched(torch, "compile", lambda _: compiling(recorder, self.compiles)))
             enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))
             enter(patched(DataLoader, "__init__", _in_this_process))
@@ -207,27 +201,10 @@ class TorchAdapter(Adapter):
             for owner in (device_mesh, torch.distributed):
                 if hasattr(owner, "init_device_mesh"):
                     enter(patched(owner, "init_device_mesh", lambda f: _cpu_mesh(world, f)))
-            # A random operator of a DTensor would be one of a device's generator, which has no state here.
-            for name in ("_random", "_dispatch"):
-                owner = importlib.import_module(f"torch.distributed.tensor.{name}")
-                enter(replaced(owner, "is_rng_supported_mesh", lambda *_: False))
-            propagator = _sharding_prop.ShardingPropagator
-            enter(patched(propagator, "_propagate_tensor_meta_non_cached", lambda f: _quietly(recorder, f)))
             enter(patched(DistributedDataParallel, "__init__", lambda f: _replicate(recorder, world, f)))
             enter(patched(_C10D.Reducer, "_rebuild_buckets", lambda f: _quietly(recorder, _really(f))))
-            enter(patched(FullyShardedDataParallel, "__init__", lambda f: _fully_sharded(recorder, world, f)))
-            flat = importlib.import_module("torch.distributed.fsdp._flat_param")
-            enter(patched(flat, "_same_storage", lambda _: _same_memory))
-            runtime = importlib.import_module("torch.distributed.fsdp._runtime_utils")
-            enter(patched(runtime, "_reduce_grad", lambda f: _carrying(recorder, "gradient", f)))
-            enter(patched(runtime, "_unshard", lambda f: _gathering(recorder, f)))
             norms = importlib.import_module("torch.nn.modules._functions")
             enter(patched(norms.SyncBatchNorm, "forward", _of_full_batches))
-            enter(self._stages.installed(recorder))
-            groups = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-            group = importlib.import_module(groups)
-            enter(patched(group, "foreach_all_gather", lambda f: _gathering(recorder, f)))
-            enter(patched(group, "foreach_reduce", lambda f: _carrying(recorder, "gradient", f)))
             yield
 
     def meshes(self, world: World) -> list[Mapping[str, int]]:
@@ -249,14 +226,71 @@ class TorchAdapter(Adapter):
         return init
 
 
-def _forget_meshes() -> None:
-    """Drops what DTensor remembers by its meshes: those of a rank that was run before are equal, but are gone."""
-    debug = importlib.import_module("torch.distributed.tensor.debug")
-    debug._clear_python_sharding_prop_cache()
-    debug._clear_fast_path_sharding_prop_cache()
+@contextmanager
+def _states_made(world: World, recorder: ScriptRecorder) -> Iterator[None]:
+    del world
+    states = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    with patched(states, "_init_optim_state", lambda f: _making_states(recorder, f)):
+        yield
+
+
+@contextmanager
+def _divided(world: World, recorder: ScriptRecorder) -> Iterator[None]:
+    """DTensors, of this run's meshes alone: those of a rank that was run before are equal, but are gone."""
+    from torch.distributed.tensor import DTensor, _sharding_prop
+
+    del world
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    torch._C._clear_DTensor_sharding_propagator_cache()  # type: ignore[attr-defined]
     redistribute = importlib.import_module("torch.distributed.tensor._redistribute")
     redistribute._planner_cache.clear()
     redistribute._gen_transform_infos.cache_clear()
+    with ExitStack() as stack:
+        # A random operator of a DTensor would be one of a device's generator, which has no state here.
+        for name in ("_random", "_dispatch"):
+            owner = importlib.import_module(f"torch.distributed.tensor.{name}")
+            stack.enter_context(replaced(owner, "is_rng_supported_mesh", lambda *_: False))
+        propagator = _sharding_prop.ShardingPropagator
+        quiet = patched(propagator, "_propagate_tensor_meta_non_cached", lambda f: _quietly(recorder, f))
+        stack.enter_context(quiet)
+        yield
+
+
+@contextmanager
+def _in_shares(world: World, recorder: ScriptRecorder) -> Iterator[None]:
+    """Both of FSDP's kinds."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    flat = importlib.import_module("torch.distributed.fsdp._flat_param")
+    runtime = importlib.import_module("torch.distributed.fsdp._runtime_utils")
+    group = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    with (
+        patched(FullyShardedDataParallel, "__init__", lambda f: _fully_sharded(recorder, world, f)),
+        patched(flat, "_same_storage", lambda _: _same_memory),
+        patched(runtime, "_reduce_grad", lambda f: _carrying(recorder, "gradient", f)),
+        patched(runtime, "_unshard", lambda f: _gathering(recorder, f)),
+        patched(group, "foreach_all_gather", lambda f: _gathering(recorder, f)),
+        patched(group, "foreach_reduce", lambda f: _carrying(recorder, "gradient", f)),
+    ):
+        yield
+
+
+@contextmanager
+def _pictured(_: World, __: ScriptRecorder) -> Iterator[None]:
+    """A writer for TensorBoard would trace the model for a picture, with values."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with replaced(SummaryWriter, "add_graph", lambda *_, **__: None):
+        yield
+
+
+_LATER: Mapping[str, Callable[[World, ScriptRecorder], AbstractContextManager[None]]] = {
+    "torch.distributed.checkpoint.state_dict": _states_made,
+    "torch.distributed.tensor": _divided,
+    "torch.distributed.fsdp": _in_shares,
+    "torch.utils.tensorboard": _pictured,
+}
+"""Hooks of what many scripts do not import."""
 
 
 # What a mesh asks of the numbers of its ranks.
@@ -550,7 +584,9 @@ def _bucket_hook(recorder: ScriptRecorder, group: Any, hooks: list[tuple[Any, An
                 own, hook = hooks[0]
                 made: torch.futures.Future[Tensor] = hook(own, bucket)
                 return made
+        recorder.untouched = buffer  # the reducer's buckets have memory, as much as all gradients
         buffer.div_(group.size())
+        recorder.untouched = None
         with recorder.carrying("gradient"):
             dist.all_reduce(buffer, group=group, async_op=True)
         done: torch.futures.Future[Tensor] = torch.futures.Future()

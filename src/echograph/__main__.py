@@ -6,7 +6,7 @@ import sys
 
 from echograph import __version__
 from echograph.cli import echoc, echoprof, echosim
-from echograph.cli.app import run
+from echograph.cli.app import end_with
 from echograph.cli.output import print_error, print_line
 from echograph.errors import UnknownNameError
 
@@ -22,7 +22,7 @@ def main() -> None:
             print_line(f"{name:8}  {app.info.help}")
     elif asked[0] in COMMANDS:
         sys.argv = sys.argv[1:]
-        run(COMMANDS[asked[0]], asked[0])
+        end_with(COMMANDS[asked[0]], asked[0])
     else:
         error = UnknownNameError("command", asked[0], COMMANDS)
         print_error(f"echograph: {error}")

@@ -220,9 +220,9 @@ def test_the_same_question_gets_the_same_bytes_with_and_without_the_cache(cli, f
 
 def test_nothing_heavy_is_loaded(folder: Path) -> None:
     script = (
-        "import sys; from echograph.cli.echoprof import main\n"
+        "import sys; from echograph.cli.app import run; from echograph.cli.echoprof import app\n"
         f"sys.argv = ['echoprof', 'analyze', {str(folder)!r}, 'idle', '--csv']\n"
-        "try: main()\n"
+        "try: run(app, 'echoprof')\n"
         "except SystemExit: pass\n"
         "print({m.partition('.')[0] for m in sys.modules} & {'torch', 'numba', 'pandas', 'google', 'scipy'})"
     )

@@ -74,10 +74,11 @@ def test_values_and_errors_are_those_of_typer(words: str) -> None:
 def test_what_is_plain_loads_no_library_that_checks() -> None:
     program = """
 import sys
-from echograph.cli import echosim
+from echograph.cli.app import run
+from echograph.cli.echosim import app
 sys.argv = ["echosim", "run", "missing.pb", "--gpus", "8", "--tp", "2"]
 try:
-    echosim.main()
+    run(app, "echosim")
 except SystemExit as ended:
     assert ended.code == 1, ended.code
 assert "pydantic" not in sys.modules

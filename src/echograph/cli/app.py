@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import importlib.util
 import io
@@ -16,7 +17,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 import typer
 
@@ -83,6 +84,24 @@ def run(app: typer.Typer, name: str) -> None:
                 print_error(line)
         status = _report(name, error)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def end_with(app: typer.Typer, name: str) -> NoReturn:
+    """Runs a command line that is all of its process, and ends that as the interpreter would, but for one thing.
+
+    It would take everything that was imported apart again, object by object: a quarter of what PyTorch takes.
+    """
+    status: object = 0
+    try:
+        run(app, name)
+    except SystemExit as ended:
+        status = ended.code
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+    os._exit(status if isinstance(status, int) else 0)
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from echograph.cli.app import make_app, require_torch, run
+from echograph.cli.app import end_with, make_app, require_torch
 from echograph.cli.options import MODEL, GraphFile, Json, parse_ranks, with_options
 from echograph.cli.output import (
     check_outputs,
@@ -544,4 +544,4 @@ def _communication_row(entry: dict[str, Any], roles: int) -> tuple[object, ...]:
 
 def main() -> None:
     """Entry point of the console script."""
-    run(app, "echoc")
+    end_with(app, "echoc")

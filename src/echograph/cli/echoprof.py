@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echograph.cli import byteprofile
-from echograph.cli.app import make_app, require_torch, run
+from echograph.cli.app import end_with, make_app, require_torch
 from echograph.cli.comms import comms, record
 from echograph.cli.options import MODEL, GraphFile, Json, parse_ranks, with_options
 from echograph.cli.output import (
@@ -393,4 +393,4 @@ def fit_command(
 
 def main() -> None:
     """Entry point of the console script."""
-    run(app, "echoprof")
+    end_with(app, "echoprof")

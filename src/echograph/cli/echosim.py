@@ -12,7 +12,7 @@ import typer
 # No prediction multiplies matrices that are worth a thread; NumPy would start one for each core.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from echograph.cli.app import make_app, require_torch, run
+from echograph.cli.app import end_with, make_app, require_torch
 from echograph.cli.options import (
     GraphFile,
     GraphFiles,
@@ -638,4 +638,4 @@ def _print_rows(rows: list[dict[str, object]], as_json: bool) -> None:
 
 def main() -> None:
     """Entry point of the console script."""
-    run(app, "echosim")
+    end_with(app, "echosim")
