@@ -66,12 +66,13 @@ class _Place(MetaPathFinder, Loader):
         self.loaded = True  # its settings are found as ever
         importlib.import_module(f"{_NAME}.config")
         self.loaded = False
+        source = self._sources()
         self._answers = {
             "disable": self._disable, "graph_break": lambda *_, **__: None, "utils": _Utilities(self),
-            "trace_rules": _Rules(self), "source": self._sources(),
+            "trace_rules": _Rules(self), "source": source,
         }  # fmt: skip
         vars(self._module).update(self._answers)
-        sys.modules[f"{_NAME}.source"] = self._answers["source"]
+        sys.modules[f"{_NAME}.source"] = source
         self._module.__class__ = type("_Waiting", (ModuleType,), {"__getattr__": self._asked})
 
     def leave(self) -> None:

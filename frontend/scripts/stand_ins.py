@@ -44,8 +44,8 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
     made = [module for name in missing for module in _STAND_INS[name](note)]
     sys.modules.update({module.__name__: module for module in made})
     parts = _Parts([name for name in missing if name in _NAMED])
-    made = {"apex": lambda: apex.modules(_module, note), "kernels": lambda: _hub_kernels(note)}
-    wanted = {name: make for name, make in made.items() if _is_missing(name)}
+    on_demand = {"apex": lambda: apex.modules(_module, note), "kernels": lambda: _hub_kernels(note)}
+    wanted = {name: make for name, make in on_demand.items() if _is_missing(name)}
     finders: list[MetaPathFinder] = [parts, apex.Wanted(wanted)]
     sys.meta_path += finders
     try:

@@ -240,8 +240,9 @@ def _divided(world: World, recorder: ScriptRecorder) -> Iterator[None]:
     from torch.distributed.tensor import DTensor, _sharding_prop
 
     del world
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
-    torch._C._clear_DTensor_sharding_propagator_cache()  # type: ignore[attr-defined]
+    propagated: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    propagated.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
     redistribute = importlib.import_module("torch.distributed.tensor._redistribute")
     redistribute._planner_cache.clear()
     redistribute._gen_transform_infos.cache_clear()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from echograph.cli.app import end_with, make_app, require_torch
+from echograph.cli.app import end_with, make_app, require_torch, run
 from echograph.cli.options import MODEL, GraphFile, Json, parse_ranks, with_options
 from echograph.cli.output import (
     check_outputs,
@@ -543,5 +543,10 @@ def _communication_row(entry: dict[str, Any], roles: int) -> tuple[object, ...]:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """The command line, in a process that goes on."""
+    run(app, "echoc")
+
+
+def process() -> None:
+    """Entry point of the console script, which is all of its process."""
     end_with(app, "echoc")

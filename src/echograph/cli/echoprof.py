@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echograph.cli import byteprofile
-from echograph.cli.app import end_with, make_app, require_torch
+from echograph.cli.app import end_with, make_app, require_torch, run
 from echograph.cli.comms import comms, record
 from echograph.cli.options import MODEL, GraphFile, Json, parse_ranks, with_options
 from echograph.cli.output import (
@@ -392,5 +392,10 @@ def fit_command(
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """The command line, in a process that goes on."""
+    run(app, "echoprof")
+
+
+def process() -> None:
+    """Entry point of the console script, which is all of its process."""
     end_with(app, "echoprof")

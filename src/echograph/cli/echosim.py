@@ -12,7 +12,7 @@ import typer
 # No prediction multiplies matrices that are worth a thread; NumPy would start one for each core.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from echograph.cli.app import end_with, make_app, require_torch
+from echograph.cli.app import end_with, make_app, require_torch, run
 from echograph.cli.options import (
     GraphFile,
     GraphFiles,
@@ -637,5 +637,10 @@ def _print_rows(rows: list[dict[str, object]], as_json: bool) -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """The command line, in a process that goes on."""
+    run(app, "echosim")
+
+
+def process() -> None:
+    """Entry point of the console script, which is all of its process."""
     end_with(app, "echosim")

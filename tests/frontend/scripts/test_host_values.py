@@ -16,13 +16,14 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch.capture import fake_mode, plain_attention_masks
 from echograph.frontend.pytorch.known_values import MOST_INTEGERS, rest_on_ranks
 from echograph.frontend.scripts import device, values
+from echograph.frontend.scripts.adapter import unpatched
 from echograph.frontend.scripts.world import World
 
 
 @pytest.fixture(autouse=True)
 def _captured() -> Iterator[None]:
     world = World(size=2)
-    with world.entered(), fake_mode(), device.present(world):
+    with world.entered(), fake_mode(unpatched), device.present(world):
         yield
 
 
@@ -240,7 +241,7 @@ def test_no_script_is_told_how_an_unknown_number_compares(kind: torch.dtype, ask
 def test_what_a_rank_tells_others_it_knows_itself_and_they_know_later() -> None:
     told = World(size=2)
     for rank in (0, 1):
-        with replace(told, rank=rank).entered(), fake_mode(), device.present(told):
+        with replace(told, rank=rank).entered(), fake_mode(unpatched), device.present(told):
             dist.init_process_group("nccl")
             seed = torch.tensor([7 + rank]).cuda()
             dist.broadcast(seed, src=0)
