@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from itertools import accumulate, groupby, pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -150,6 +150,13 @@ class _Name(type):
 
     def __getitem__(cls, _: Any) -> Any:
         return cls
+
+    # With `__getitem__` alone, Python would look through its items without end.
+    def __contains__(cls, _: object) -> bool:
+        return False
+
+    def __iter__(cls) -> NoReturn:
+        raise TypeError(f"{cls.__name__} of {cls.__module__}, whose package is not installed, has no items")
 
 
 def _name_in(module: str, name: str) -> Any:

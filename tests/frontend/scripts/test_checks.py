@@ -161,8 +161,8 @@ def test_a_module_runs_as_python_does_it(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_stand_ins_are_there_for_a_run_alone(tmp_path: Path) -> None:
-    text = """import torch, triton, triton.language as tl
-from triton.runtime.autotuner import OutOfResources
+    text = """import torch, triton, triton.backends, triton.language as tl
+from triton.runtime.autotuner import OutOfResources; assert "cpu" not in triton.backends.backends
 from flash_attn import flash_attn_func
 @triton.autotune(configs=[triton.Config({})], key=[])
 @triton.jit
