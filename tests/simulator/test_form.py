@@ -122,6 +122,7 @@ def test_the_widths_that_ship_say_what_they_are() -> None:
     form = load_form()
     assert "widths" in form.label and form.source and form.date
     assert list(form.widths) == [50, 80, 90]
-    assert all(0 <= shorter < 1 and 0 < longer < 1 for shorter, longer in form.widths.values())
+    # Errors of durations alone may hold half of the steps.
+    assert all(0 <= shorter < 1 and 0 <= longer < 1 for shorter, longer in form.widths.values())
     assert form.widths[50][1] < form.widths[80][1] < form.widths[90][1]
     assert msgspec.json.decode(msgspec.json.encode(form), type=Form) == form
