@@ -98,7 +98,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         return
     try:
         with _disable_current_modes():
-            values = func(*given[0], **given[1])
+            values = (_histogram if func in _COUNTING[:2] else func)(*given[0], **given[1])
     except (RuntimeError, TypeError, ValueError, IndexError):
         return
     for tensor, value in zip(made, [values] if isinstance(values, Tensor) else values or (), strict=False):
@@ -106,6 +106,11 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
             setattr(tensor, _VALUES, value)
             if rest_on_ranks(args):
                 setattr(tensor, _ALIKE, True)
+
+
+def _histogram(counted: Tensor, *sizes: Any, **given: Any) -> Tensor:
+    """`torch.histc`, which counts integers on GPUs alone."""
+    return torch.histc(counted.double(), *sizes, **given).to(counted.dtype)
 
 
 def follow_made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -217,9 +222,11 @@ def _count_evenly(counted: FakeTensor, out: Any) -> None:
 
 
 def exchanged(func: Any, args: tuple[Any, ...], out: Any) -> None:
-    """Gives what ranks exchange of even counts, or wait for, the values that it has: ranks have the same."""
+    """Gives what ranks exchange of known counts, or wait for, the values that it has: ranks have the same."""
     name = func._schema.name
-    if name not in _EXCHANGES or not isinstance(out, FakeTensor) or not hasattr(args[0], _ALIKE):
+    if name not in _EXCHANGES or not isinstance(out, FakeTensor) or not hasattr(args[0], _VALUES):
+        return
+    if out.is_floating_point():
         return
     from torch.distributed import distributed_c10d
 
@@ -230,7 +237,8 @@ def exchanged(func: Any, args: tuple[Any, ...], out: Any) -> None:
             mine = mine.view(group.size(), -1)[group.rank()].repeat(group.size())
         if out.shape == mine.shape:
             setattr(out, _VALUES, mine.clone())
-            setattr(out, _ALIKE, True)
+            if name == _EXCHANGES[0] or rest_on_ranks(args[0]):
+                setattr(out, _ALIKE, True)
 
 
 def forget(tensor: Any) -> None:

@@ -208,6 +208,12 @@ def test_a_method_whose_name_a_script_gives_a_number_still_answers() -> None:
         assert bias.zero_().stride() == (2, 1)
 
 
+def test_a_gpu_counts_known_integers() -> None:
+    """`torch.histc` does, on GPUs alone: torchtitan counts tokens of experts so where their routes are forced."""
+    counts = torch.histc(torch.arange(24, device="cuda") % 4, bins=4, min=0, max=3)
+    assert counts.tolist() == [6, 6, 6, 6] and not rest_on_ranks(counts)
+
+
 def test_transformers_looks_at_a_mask_that_is_known() -> None:
     masking = pytest.importorskip("transformers.masking_utils")
     with plain_attention_masks():
