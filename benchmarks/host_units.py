@@ -14,6 +14,7 @@ Each unit is timed on its own, on real tensors so small that arithmetic takes ne
     alone         what an operator takes more when it is called by itself, as `echoprof ops` does
     batch         taking a batch from a worker process of a loader, on one thread, beside its tensors
     handed_over   a tensor of it, whose memory is opened here
+    hashed        a byte of weights as fp32: cast from bf16, and hashed (SHA-1), 16 MiB in a call
 
 Of all rounds the least counts: nobody disturbed it.
 """
@@ -24,6 +25,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import inspect
 import json
 import logging
@@ -242,6 +244,8 @@ def measure(rounds: int) -> dict[str, float]:
     one, many = (_taken(tensors, rounds) for tensors in (1, 9))
     found["handed_over_s"] = (many - one) / 8
     found["batch_s"] = one - found["handed_over_s"]
+    weights = torch.zeros(2**22, dtype=torch.bfloat16)
+    found["hashed_s"] = least(lambda: hashlib.sha1(weights.float().numpy()).digest(), 8, calls=1) / 2**24
     found["alone_s"] = statistics.mean(b - a for a, b in zip(calls, alone, strict=True))
     return found
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from echograph.frontend.megatron import fp8, graphs, kernels, mamba, muon, transformer_engine
 from echograph.frontend.megatron.attention import PACKS, is_flash_alone, is_one_kernel
 from echograph.frontend.megatron.flex import Flex
+from echograph.frontend.megatron.hashes import hashing
 from echograph.frontend.megatron.hooks import hooks, optimizers
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
 from echograph.frontend.megatron.settings import CHECKED
@@ -134,6 +135,7 @@ class MegatronAdapter(TorchAdapter):
             patched(nn.Module, "_apply", converted_in_place),
             in_place(CHECKED),
             patched(_config(), "__post_init__", lambda f: _graphs_taken(recorder, f)),
+            in_place(hashing(recorder)),
             in_place(LEFT_OUT),
             in_place(balanced(recorder.note)),
             in_place(Flex(recorder.note).patches()),

@@ -80,6 +80,7 @@ class HostWork:
         compiled_backward: their backward passes.
         batches: that worker processes of a loader hand over.
         handed_over: tensors of these batches, whose memory is opened here.
+        hashed: bytes of weights as fp32, which are cast and hashed (SHA-1).
         stood_in: calls of layers that stand in for others, as "Linear.forward"; what is in them is not counted.
     """
 
@@ -93,6 +94,7 @@ class HostWork:
     compiled_backward: int = 0
     batches: int = 0
     handed_over: int = 0
+    hashed: int = 0
     stood_in: tuple[str, ...] = ()
 
     def __add__(self, other: HostWork) -> HostWork:
@@ -390,6 +392,11 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         if self._recording and not self._paused:
             self._before += HostWork(batches=1, handed_over=tensors)
 
+    def hashed(self, nbytes: int) -> None:
+        """The host has hashed so many bytes: C does, in one call, which no instructions tell of."""
+        if self.is_recording:
+            self._before += HostWork(hashed=nbytes)
+
     def waits(self, work: frozenset[Any] | None) -> None:
         """The script waits on the host until work has ended.
 
@@ -514,7 +521,7 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             passed_on, left = left, HostWork()
             outside = passed_on + HostWork(
                 instructions=work.instructions, modules=work.modules, batches=work.batches,
-                handed_over=work.handed_over,
+                handed_over=work.handed_over, hashed=work.hashed,
             )  # fmt: skip
             # A hook of a parameter is no part of the call that made its gradient.
             hook = _OF_HOOK in node.meta

@@ -335,6 +335,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     def handed_over(self, tensors: int) -> None:
         """Worker processes of a loader have handed over a batch of so many tensors."""
 
+    def hashed(self, nbytes: int) -> None:
+        """The host has hashed so many bytes (SHA-1)."""
+
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
         """What runs is of a phase: "forward", "backward", "recompute", "optimizer"."""
@@ -419,6 +422,11 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     def is_early(self) -> bool:
         """Whether what runs is of a step before the one that is recorded."""
         return self.steps < self._step - 1
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what runs is of the step that is recorded."""
+        return self._recording and not self._paused
 
     def step_ends(self) -> None:
         """A training step has ended.

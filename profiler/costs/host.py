@@ -64,6 +64,10 @@ class CountedWork(Protocol):
         """Tensors of these."""
 
     @property
+    def hashed(self) -> int:
+        """Bytes that are hashed."""
+
+    @property
     def stood_in(self) -> tuple[str, ...]:
         """Calls of layers that stand in for others, as "Linear.forward"."""
 
@@ -142,6 +146,7 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         compiled_backward_s: its backward pass.
         batch_s: taking a batch from a worker process of a loader, without its tensors.
         handed_over_s: a tensor of it.
+        hashed_s: a byte of weights as fp32, cast and hashed (SHA-1).
         in_place: how many times as long units take between others of a step, where caches hold all of it, by the
             framework whose layers were measured so.
         in_training: how many times as long operators take in traces of training jobs as ratings say.
@@ -162,6 +167,7 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     compiled_backward_s: _Seconds
     batch_s: _Seconds
     handed_over_s: _Seconds
+    hashed_s: _Seconds
     in_place: dict[str, Annotated[float, msgspec.Meta(ge=1)]]
     in_training: Annotated[float, msgspec.Meta(ge=1)]
     alone_s: _Seconds
@@ -186,6 +192,7 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         whole = sum(known[name] for name in work.stood_in)
         whole += work.compiled * self.compiled_s + work.compiled_backward * self.compiled_backward_s
         whole += work.batches * self.batch_s + work.handed_over * self.handed_over_s
+        whole += work.hashed * self.hashed_s
         return whole + self.times_in_place * (
             work.instructions * self.instruction_s
             + work.modules * self.module_s

@@ -26,7 +26,9 @@ from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.world import World
 from echograph.ir import types as t
 from echograph.ir.graph import BETWEEN_STEPS, JobGraph
+from echograph.profiler.costs.host import load_units
 from echograph.simulator.memory import Lifetimes, Memories
+from echograph.units import to_ps
 from echograph.workflow.predict import predict
 
 pytestmark = pytest.mark.torch
@@ -229,3 +231,41 @@ def test_a_step_is_made_where_gradients_might_overflow() -> None:
 
     assert _finite(check)("optimizer") is False
     assert seen == ["optimizer"]
+
+
+HASHING = """
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import check_param_hashes_across_dp_replicas
+
+torch.distributed.init_process_group("nccl")
+parallel_state.initialize_model_parallel()
+model = torch.nn.Linear(1024, 512, dtype=torch.bfloat16).cuda()
+model.bias.allreduce = False
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 1024, dtype=torch.bfloat16, device="cuda")).sum().backward()
+    optimizer.step()
+    assert check_param_hashes_across_dp_replicas([model], cross_check=True)
+"""
+
+
+def test_weights_that_are_hashed_are_copied_waited_for_and_gathered(tmp_path: Path) -> None:
+    """What was left out without a word: copies, the host's hashing and waits, and hashes of all replicas."""
+    path = tmp_path / "train.py"
+    path.write_text(HASHING)
+    units = load_units("megatron-core")
+    capture = capture_script(Script(path=path, host=units), World(size=4), MegatronAdapter())
+    job, elements = capture.graph, 1024 * 512 + 512
+    copies = [op for op in job.ops if isinstance(op, t.Copy)]
+    assert [op.direction for op in copies] == [t.CopyDirection.DEVICE_TO_HOST] * 2
+    assert sum(op.nbytes for op in copies) == 2 * elements
+    gathered = [op for op in job.ops if isinstance(op, t.Collective)]
+    # SHA-1 of four replicas: of a weight, and of one that is an expert's.
+    assert [op.bytes_per_rank for op in gathered] == [4 * 20] * 2
+    waits = [op for op in job.ops if isinstance(op, t.Host)]
+    assert len(waits) == 2 + 2 * (1 + 4)
+    work = sum(d.picoseconds for op in job.ops for d in op.durations if d.device == units.name)
+    assert 1 < work / to_ps(4 * elements * units.hashed_s) < 2
+    assert any("check-weight-hash" in note for note in capture.notes)
