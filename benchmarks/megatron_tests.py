@@ -65,9 +65,9 @@ _CHOOSES = re.compile("NVTE_|CUDA_DEVICE_MAX_CONNECTIONS|CUBLAS_WORKSPACE_CONFIG
 # Vocabularies that their files' names or the tokenizer's kind tell of, without them.
 _VOCABULARIES = (
     ("bert-large-cased", 28996),
-    # BERT's tests name a vocab.txt beside T5's bert-large-cased-vocab.txt, and do not say which it is: the memory
-    # that they have at rest is that of the cased one.
-    ("common_pile/v01_filtered_data/vocab.txt", 28996),
+    # BERT's tests name a vocab.txt, in three folders since 2024, and do not say which it is: the memory that they
+    # have at rest is that of the cased one.
+    ("/vocab.txt", 28996),
     ("bert-large-uncased", 30522),
     ("gpt2", 50257),
     ("GPT2BPE", 50257),

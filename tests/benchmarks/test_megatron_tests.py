@@ -69,6 +69,21 @@ def test_a_test_s_own_file_says_its_arguments(tmp_path: Path) -> None:
     assert "--data-path none" in text and "/there" not in text and "--swiglu" not in text
 
 
+@pytest.mark.parametrize(
+    ("file", "size"),
+    [
+        # BERT's, of August 2026 and of files of 2024 and 2025; T5's, and GPT-2's.
+        ("${DATA_PATH}/text/common_pile/v01_filtered_data/vocab.txt", 28996),
+        ("${DATA_PATH}/text/the_pile/bert_shard00/vocab.txt", 28996),
+        ("${DATA_PATH}/vocab.txt", 28996),
+        ("${DATA_PATH}/bert-large-cased-vocab.txt", 28996),
+        ("${DATA_PATH}/bpe/vocab.json", 50257),
+    ],
+)
+def test_a_vocabulary_is_known_by_its_file(file: str, size: int) -> None:
+    assert megatron_tests._vocabulary({"--vocab-file": file})[-1] == str(size)
+
+
 def test_what_is_there_is_not_captured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[str] = []
 
