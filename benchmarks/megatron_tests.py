@@ -176,6 +176,9 @@ def _arguments(written: Mapping[str, Any]) -> Iterator[str]:
     """What a script finds behind its name: an argument that is true stands alone, one that is false not at all."""
     kept = {name: value for name, value in written.items() if not _FILES.fullmatch(name)}
     kept.pop("--vocab-size", None)
+    for name, default in _GONE.items():
+        if kept.get(name) == default:
+            kept.pop(name)
     if not kept.keys() & {"--train-iters", "--train-samples"}:
         kept["--train-iters"] = 100  # the table does not say how long a test ran
     for name, value in kept.items():
@@ -185,6 +188,10 @@ def _arguments(written: Mapping[str, Any]) -> Iterator[str]:
             yield name
             yield from _words(name, value)
     yield from _vocabulary(written)
+
+
+_GONE: dict[str, Any] = {"--encoder-pipeline-model-parallel-size": 0}
+"""Arguments that Megatron-LM has no more, by the value with which they did nothing."""
 
 
 def _told_apart(written: Mapping[str, Any]) -> list[str]:

@@ -84,6 +84,12 @@ def test_a_vocabulary_is_known_by_its_file(file: str, size: int) -> None:
     assert megatron_tests._vocabulary({"--vocab-file": file})[-1] == str(size)
 
 
+@pytest.mark.parametrize(("value", "given"), [(0, False), (1, True)])
+def test_what_megatron_has_no_more_is_left_out_where_it_did_nothing(value: int, given: bool) -> None:
+    name = "--encoder-pipeline-model-parallel-size"
+    assert (name in megatron_tests._arguments({name: value})) is given
+
+
 def test_what_is_there_is_not_captured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[str] = []
 
