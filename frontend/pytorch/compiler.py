@@ -45,6 +45,12 @@ def left_out(importing: Callable[[], AbstractContextManager[None]] = nullcontext
             place.leave()
 
 
+def is_here() -> bool:
+    """Whether the compiler is imported, and something may have been compiled."""
+    place = sys.modules.get(_NAME)
+    return place is not None and type(place) is ModuleType
+
+
 class _Place(MetaPathFinder, Loader):
     """Holds the compiler's place, and finds its parts: with the first of them all of it is imported.
 

@@ -81,17 +81,17 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any]
 def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Gives what a function of PyTorch made the values that it has, if those of its arguments are known."""
     first: Any = args[0] if args else None
-    if func in _MADE_LIKE and isinstance(out, FakeTensor) and _is_small(out):
+    if func in _MADE_LIKE and isinstance(out, FakeTensor) and is_small(out):
         with _disable_current_modes():
             args = (torch.empty(first.shape if "like" in func.__name__ else 0, dtype=torch.bool), *args[1:])
         kwargs = {**kwargs, "dtype": out.dtype}
     elif func not in _MADE and not _may_be_known(first):
         return
-    in_place = _is_in_place(func, kwargs)
+    in_place = is_in_place(func, kwargs)
     made = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
     if not any(isinstance(tensor, FakeTensor) for tensor in (made if made or not in_place else (first,))):
         return  # a real tensor was written already
-    given: Any = _with_values((args, kwargs)) if all(_is_small(tensor) for tensor in made) else _UNKNOWN
+    given: Any = _with_values((args, kwargs)) if all(is_small(tensor) for tensor in made) else _UNKNOWN
     if given is _UNKNOWN:
         if in_place:
             forget(kwargs.get("out", first))
@@ -100,6 +100,8 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         with _disable_current_modes():
             values = (_histogram if func in _COUNTING[:2] else func)(*given[0], **given[1])
     except (RuntimeError, TypeError, ValueError, IndexError):
+        if in_place:  # as where all elements are one in memory
+            forget(kwargs.get("out", first))
         return
     for tensor, value in zip(made, [values] if isinstance(values, Tensor) else values or (), strict=False):
         if isinstance(tensor, FakeTensor) and isinstance(value, Tensor) and tensor.shape == value.shape:
@@ -127,7 +129,7 @@ def know(tensor: FakeTensor, values: Tensor, *, alike: bool = False) -> None:
         values: of its shape and type.
         alike: whether they are so only if all ranks gave what this one did.
     """
-    if _is_small(tensor):
+    if is_small(tensor):
         setattr(tensor, _VALUES, values)
         if alike:
             setattr(tensor, _ALIKE, True)
@@ -195,7 +197,7 @@ def given(fake: Callable[[Tensor], Tensor], part: Any) -> Any:
     if type(part) is not Tensor:
         return part
     made = fake(part)
-    if _is_small(part):
+    if is_small(part):
         setattr(made, _VALUES, part)
     return made
 
@@ -213,7 +215,7 @@ def _count_evenly(counted: FakeTensor, out: Any) -> None:
 
     What counts so in a training step are the tokens that each expert takes, whose places decide shapes.
     """
-    if isinstance(out, FakeTensor) and out.dim() == 1 and not counted.is_floating_point() and _is_small(out):
+    if isinstance(out, FakeTensor) and out.dim() == 1 and not counted.is_floating_point() and is_small(out):
         each, more = divmod(counted.numel(), max(1, out.numel()))
         with _disable_current_modes():
             setattr(out, _VALUES, torch.full(out.shape, each, dtype=out.dtype))
@@ -255,7 +257,8 @@ def forget(tensor: Any) -> None:
                 values.untyped_storage().resize_(0)
 
 
-def _is_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
+def is_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function of PyTorch writes its first argument, or what is given as `out`."""
     name = getattr(func, "__name__", "")
     dunder = name.endswith("__")
     return "out" in kwargs or (
@@ -270,7 +273,8 @@ def _may_be_known(value: Any) -> bool:
     return hasattr(value, _VALUES) or (type(value) is Tensor and not value.requires_grad)
 
 
-def _is_small(tensor: Any) -> bool:
+def is_small(tensor: Any) -> bool:
+    """Whether values of a tensor would be kept; of anything else they are."""
     if not isinstance(tensor, Tensor):
         return True
     return tensor.numel() <= (MOST_NUMBERS if tensor.is_floating_point() else MOST_INTEGERS)
@@ -283,7 +287,7 @@ def _with_values(given: Any) -> Any:
             values = getattr(given, _VALUES, None)
             known = values is not None and (values.numel() == 0 or values.untyped_storage().nbytes() > 0)
             return values if known else _UNKNOWN
-        return given if type(given) is Tensor and not given.requires_grad and _is_small(given) else _UNKNOWN
+        return given if type(given) is Tensor and not given.requires_grad and is_small(given) else _UNKNOWN
     if isinstance(given, dict):
         made = {key: _with_values(value) for key, value in given.items()}
         return _UNKNOWN if any(value is _UNKNOWN for value in made.values()) else made

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import distributed_c10d
+from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from echograph.errors import CaptureError
-from echograph.frontend.pytorch.known_values import forget, know, real
+from echograph.frontend.pytorch.known_values import forget, is_in_place, is_known, is_small, know, real
 from echograph.frontend.scripts.adapter import patched, replaced
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -47,10 +48,10 @@ _FINITE = "_echograph_finite"
 
 
 def answer(tensor: Tensor, note: NoteTaker) -> Any:
-    """The number that stands for the one element of a tensor.
+    """The number that stands for an element of a tensor.
 
     Args:
-        tensor: of one element.
+        tensor: of one element, or of several that are all unknown.
         note: is told which line of the script read it.
     """
     known: bool | None = getattr(tensor, _FINITE, None)
@@ -214,7 +215,16 @@ def _item(note: NoteTaker, tensor: Tensor) -> Any:
 
 
 def _list(note: NoteTaker, tensor: Tensor) -> Any:
-    return [_list(note, row) for row in tensor] if tensor.dim() else answer(tensor, note)
+    """Numbers in lists as deep as a tensor, one for all elements, which nobody knows apart."""
+    constant = getattr(tensor, "constant", None)
+    if constant is not None and not tensor.is_floating_point():
+        with unset_fake_temporarily():
+            return constant.tolist()
+    return _nested(tensor.shape, answer(tensor, note) if tensor.numel() else None)
+
+
+def _nested(sizes: Sequence[int], one: Any) -> Any:
+    return [_nested(sizes[1:], one) for _ in range(sizes[0])] if sizes else one
 
 
 def _array(note: NoteTaker, tensor: Tensor, *_: Any, **__: Any) -> Any:
@@ -252,20 +262,32 @@ _ASKING_FINITE = {
     **dict.fromkeys((torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf), False),
     **dict.fromkeys((torch.isfinite, Tensor.isfinite), True),
 }
-_PASSING = (torch.any, Tensor.any, torch.all, Tensor.all, Tensor.detach, Tensor.cpu, Tensor.to, Tensor.cuda)
+_PASSING = (
+    torch.any, Tensor.any, torch.all, Tensor.all, Tensor.detach, Tensor.cpu, Tensor.to, Tensor.cuda,
+    Tensor.__getitem__, Tensor.view, Tensor.reshape, Tensor.flatten,
+)  # fmt: skip
 _NOT = (Tensor.__invert__, torch.logical_not, Tensor.logical_not)
 
 
 def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
-    """Marks a tensor that says whether values are finite, or is made of one that does, with what it says."""
+    """Marks a tensor that says whether values are finite, or is made of one that does, with what it says.
+
+    A small one has it as values that are known, so that it is known what is made of these in any other way.
+    """
     if not isinstance(out, Tensor):
         return
     known = _ASKING_FINITE.get(func)
     if known is None and (func in _PASSING or func in _NOT):
         known = getattr(args[0], _FINITE, None)
         known = (not known) if known is not None and func in _NOT else known
-    if known is not None:
-        setattr(out, _FINITE, known)
+    elif known is None and hasattr(out, _FINITE) and is_in_place(func, {}):
+        delattr(out, _FINITE)  # other values are written there, and known, or nobody has them
+    if known is None or (isinstance(out, FakeTensor) and is_known(out)):
+        return
+    setattr(out, _FINITE, known)
+    if isinstance(out, FakeTensor) and is_small(out):
+        with _disable_current_modes():
+            know(out, torch.full(out.shape, known, dtype=out.dtype))
 
 
 class _KindOfGenerator(type(torch.Generator)):  # type: ignore[misc]
@@ -301,6 +323,7 @@ def installed() -> Iterator[AbstractContextManager[None]]:
     Generators of random numbers take no state without values.
     """
     yield patched(torch, "from_numpy", _from_array)
+    yield patched(FakeTensor, "tolist", _at_once)
     yield replaced(torch, "Generator", HostGenerator)
     for owner in (torch, torch.random):
         yield patched(owner, "set_rng_state", _with_a_state)
@@ -317,6 +340,11 @@ def _from_array(original: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return make
+
+
+def _at_once(original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """`tolist` of a fake tensor, which would ask for each element, as the one question of other tensors."""
+    return lambda tensor: Tensor.tolist(tensor) if has_torch_function((tensor,)) else original(tensor)
 
 
 def _checked(original: Callable[..., Any]) -> Callable[..., Any]:

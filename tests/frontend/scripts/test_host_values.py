@@ -120,6 +120,55 @@ def test_values_are_finite_where_somebody_asks() -> None:
         bool(loss > 0)
 
 
+@pytest.mark.parametrize("size", [3, MOST_INTEGERS + 4])
+def test_a_part_of_what_is_finite_is(size: int) -> None:
+    asked = torch.isnan(torch.empty(2, size, requires_grad=True))
+    assert not asked[0].any().item() and not asked.view(-1)[:2].any()
+    if size > 3:
+        return
+    assert asked.tolist() == [[False] * 3] * 2 and (~asked).tolist() == [[True] * 3] * 2
+    assert not any(flag for row in asked for flag in row)
+    assert asked.sum().item() == 0 and asked.float().max().item() == 0
+    assert not (asked | torch.isinf(torch.empty(2, size))).any().item()
+    assert not torch.stack([asked.any(), asked.all()]).any().item()
+
+
+@pytest.mark.parametrize("size", [3, MOST_INTEGERS + 4])
+def test_what_is_written_to_an_answer_is_its_value(size: int) -> None:
+    asked = torch.isnan(torch.empty(size))
+    asked |= torch.empty(size) > 0
+    with pytest.raises(CaptureError, match="decides what the script does"):
+        bool(asked.any())
+    asked = torch.isnan(torch.empty(3))
+    asked |= torch.tensor([False, True, False])
+    assert asked.tolist() == [False, True, False]
+
+
+def test_what_is_written_to_elements_that_are_one_in_memory_is_not_lost() -> None:
+    asked = torch.empty(3) == 0
+    asked |= torch.tensor([False, True, False])
+    with pytest.raises(CaptureError, match="decides what the script does"):
+        bool(asked.any())
+
+
+def test_unknown_elements_are_asked_for_together() -> None:
+    asked: list[torch.Tensor] = []
+    answer = values.answer
+
+    def counted(tensor: torch.Tensor, note: values.NoteTaker) -> object:
+        asked.append(tensor)
+        return answer(tensor, note)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(values, "answer", counted)
+        numbers = torch.empty(2, 3, 50).tolist()
+    assert [len(numbers), len(numbers[1]), len(numbers[1][2])] == [2, 3, 50]
+    assert type(numbers[1][2][0]) is values.StandInNumber and len(asked) == 1
+    assert torch.empty(2, 0).tolist() == [[], []]
+    with pytest.raises(CaptureError, match="decides what the script does"):
+        bool(numbers[0][0][0] > 0)
+
+
 def test_the_user_says_which_way() -> None:
     loss = torch.empty(3).sum()
     here = values.caller()
