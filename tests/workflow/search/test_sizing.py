@@ -12,7 +12,7 @@ from echograph.ir.graph import StepGraph
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.search import search
+from echograph.workflow.search import search, sizing
 from echograph.workflow.search.sizing import compare_clusters, gpus_needed, most_step_s, what_fits
 from echograph.workflow.system import System
 from echograph.workflow.training import TrainingOptions, training
@@ -112,6 +112,21 @@ def test_the_largest_fits_and_one_more_does_not(dense: StepGraph) -> None:
 
     size = found["micro-batch"].size
     assert fits(size) and not fits(size + 1)
+
+
+def test_what_fits_is_found_in_few_tries(dense: StepGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    system, plan, tried = System("dgx-h100").with_memory(3 * 2**29), Plan(gpus=8), []
+    layers = what_fits(dense, plan, system, say=lambda stage, *_: tried.append(stage))[1]
+    assert not layers.tried_all
+    own = [int(stage.rsplit(" ")[-1].replace(",", "")) for stage in tried if "layers" in stage]
+    assert layers.size in own and layers.size + 1 in own, "the next larger was tried, and does not fit"
+    doubled = (layers.size // 4).bit_length() + 1
+    assert len(own) <= doubled + 5, "memory is nearly a line: few are tried between the last two"
+    # Memory is followed layer by layer, so a device that holds thousands would take minutes to fill.
+    monkeypatch.setattr(sizing, "MOST_LAYERS", 10)
+    layers = what_fits(dense, plan, system)[1]
+    assert layers.size == 10 and layers.tried_all and "nothing larger was tried" in str(layers)
+    assert layers.to_json()["at_least"] is True
 
 
 def test_the_longest_sequence_is_one_that_was_captured(dense: StepGraph) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from echograph.errors import EchoError, PlanError, UsageError
 from echograph.ir.graph import JobGraph, StepGraph
-from echograph.ir.passes.depth import MAX_LAYERS, Depth
+from echograph.ir.passes.depth import Depth
 from echograph.ir.passes.pipeline.placement import layer_names
 from echograph.ir.tables import text_table
 from echograph.progress import Progress, silent
@@ -239,8 +239,8 @@ def of_plan(
 
 # -- what fits ------------------------------------------------------------------------------------------------
 
-MOST_SIZE = 2**24
-"""Nothing larger is tried."""
+MOST_SIZE, MOST_LAYERS = 2**24, 1_000
+"""Nothing larger is tried; more layers than any model has, since memory is followed through each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,18 +251,26 @@ class Largest:
         of: what has the size: "micro-batch", "layers" or "sequence".
         size: samples, layers or tokens; 0: not even what was captured fits.
         memory: of the fullest device at that size; None where nothing fits.
+        tried_all: nothing larger was tried, though it may fit.
         why: there is no answer; "" where there is one.
     """
 
     of: str
     size: int = 0
     memory: Memory | None = None
+    tried_all: bool = False
     why: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The record in results."""
         needs = None if self.memory is None else self.memory.device_bytes
-        return {"of": self.of, "size": self.size or None, "device_bytes": needs, "error": self.why or None}
+        return {
+            "of": self.of,
+            "size": self.size or None,
+            "device_bytes": needs,
+            "at_least": self.tried_all,
+            "error": self.why or None,
+        }
 
     def __str__(self) -> str:
         """One line for people."""
@@ -270,7 +278,8 @@ class Largest:
             return f"  largest       {self.of}: {self.why}"
         memory = self.memory
         of = f"{format_bytes(memory.device_bytes)} of {format_bytes(memory.capacity_bytes)}"
-        return f"  largest       {self.of} {self.size:,} ({of})"
+        more = ", nothing larger was tried" * self.tried_all
+        return f"  largest       {self.of} {self.size:,} ({of}{more})"
 
 
 def what_fits(
@@ -282,8 +291,8 @@ def what_fits(
 ) -> tuple[Largest, ...]:
     """The largest micro-batch, the deepest model, and the longest sequence that fit under a plan.
 
-    Each is alone larger than in the graph. Sizes are doubled until one does not fit, and the last interval halved:
-    more samples, layers or tokens need more memory.
+    Each is alone larger than in the graph. Sizes are doubled until one does not fit, and the answer looked for
+    between the last two: more samples, layers or tokens need more memory.
 
     Args:
         graph: the step.
@@ -302,7 +311,7 @@ def what_fits(
 
     found = [
         _largest("micro-batch", 1, lambda n: memory_of(graph, replace(plan, micro_batch=n)), MOST_SIZE, say),
-        _largest("layers", layers, lambda n: memory_of(Depth(layers=n)(graph)), MAX_LAYERS, say),
+        _largest("layers", layers, lambda n: memory_of(Depth(layers=n)(graph)), MOST_LAYERS, say),
     ]
     if capture is not None:
         tokens = workload.sequence_length
@@ -343,27 +352,41 @@ def longer(graph: StepGraph, model: str) -> Callable[[int], StepGraph]:
 def _largest(
     of: str, least: int, needs: Callable[[int], Memory | None], most: int, say: Progress, step: int = 1
 ) -> Largest:
-    """The largest size that fits, a multiple of `step` beyond `least`."""
+    """The largest size that fits, a multiple of `step` beyond `least`; `most` at most."""
+    needed: dict[int, Memory] = {}
 
-    def fitting(size: int) -> Memory | None:
+    def fits(size: int) -> bool:
         say(f"trying {of} {size:,}")
         memory = needs(size)
-        return memory if memory is not None and memory.fits else None
+        if memory is not None:
+            needed[size] = memory
+        return memory is not None and memory.fits
 
     try:
-        known = fitting(least)
-        if known is None:
+        if not fits(least):
             return Largest(of=of, why=f"{least:,} do not fit")
-        low, high = least, least * 2
-        while high <= most and (larger := fitting(high)) is not None:
-            low, high, known = high, high * 2, larger
-        high = min(high, most + step)
+        low, most = least, most - (most - least) % step
+        while low < most and fits(high := min(2 * low, most)):
+            low = high
+        if low >= most:
+            return Largest(of=of, size=low, memory=needed[low], tried_all=True)
         while high - low > step:
-            middle = low + (high - low) // 2 // step * step
-            if (larger := fitting(middle)) is not None:
-                low, known = middle, larger
-            else:
-                high = middle
+            size = _between(low, high, needed, step)
+            low, high = (size, high) if fits(size) else (low, size)
     except EchoError as error:
         return Largest(of=of, why=str(error))
-    return Largest(of=of, size=low, memory=known)
+    return Largest(of=of, size=low, memory=needed[low])
+
+
+def _between(low: int, high: int, needed: dict[int, Memory], step: int) -> int:
+    """The size to try between one that fits and one that does not.
+
+    Memory grows nearly along a line with each size, so that where the line through both meets the capacity is the
+    answer or next to it. Every third try halves the interval instead, should it bend.
+    """
+    steps = (high - low) // step
+    at = steps // 2
+    if len(needed) % 3 and high in needed:
+        least, most = (needed[size].device_bytes for size in (low, high))
+        at = steps * (needed[low].capacity_bytes - least) // (most - least)
+    return low + min(max(at, 1), steps - 1) * step
