@@ -26,7 +26,7 @@ _OF_NO_PASS = ("arguments", *SIZES)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
-    """What a graph is but for its sizes: compared whole, and hashed once, as many dictionaries are asked for it."""
+    """What a graph is but for its sizes: compared whole, and hashed once, however many dictionaries are asked."""
 
     parts: tuple[Hashable, ...]
     _hash: int = field(init=False, repr=False)

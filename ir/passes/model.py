@@ -111,9 +111,7 @@ def _read_by_optimizer(graph: Graph) -> np.ndarray:
     return read
 
 
-def ready_gradients(
-    graph: Graph, calls: Int64, micro_batch: int | None = None
-) -> dict[int, dict[int, Gradient]]:
+def ready_gradients(graph: Graph, calls: Int64, micro_batch: int | None = None) -> dict[int, dict[int, Gradient]]:
     """The final gradients that calls make: by micro-batch, and by id in the order in which they are made.
 
     Args:

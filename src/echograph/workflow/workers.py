@@ -79,7 +79,7 @@ def _begin(make: Make) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _answer = make()
-    # What a worker begins with, modules above all, stays as long as it does: cycles are not looked for in it again.
+    # What a worker begins with, modules above all, stays as long as it does: no cycles are looked for in it again.
     gc.collect()
     gc.freeze()
 
