@@ -137,11 +137,19 @@ def updated_parameters(graph: Graph, calls: Int64) -> dict[int, int]:
     """For every parameter that calls update, by the id of its memory: the id of the last updated version."""
     outputs, inverse = graph.ops.outputs, graph.tensors.role == t.TensorRole.PARAMETER
     updates = (graph.ops.phase[outputs.rows] == t.Phase.OPTIMIZER) & inverse[outputs.values]
+    made = _values_of(outputs.rows[updates], outputs.values[updates])
     found: dict[int, int] = {}
     for _, (block, _, _, instance, _), op in _runs_of(calls, distinct(outputs.rows[updates])):
-        for row in outputs.row(op):
-            if inverse[row]:
-                found[memory(graph, block, instance, row)] = graph.tensor_id(block, instance, row)
+        for row in made[op]:
+            found[memory(graph, block, instance, row)] = graph.tensor_id(block, instance, row)
+    return found
+
+
+def _values_of(rows: Int64, values: Int64) -> dict[int, list[int]]:
+    """The values of each row, in order."""
+    found: dict[int, list[int]] = {}
+    for row, value in zip(rows.tolist(), values.tolist(), strict=True):
+        found.setdefault(row, []).append(value)
     return found
 
 
@@ -149,17 +157,15 @@ def first_reads(graph: Graph, calls: Int64, memories: set[int]) -> dict[int, Pro
     """Where the first micro-batch's forward pass reads each of some memories first, in the program's order."""
     inputs = graph.ops.inputs
     forward = np.flatnonzero(graph.ops.phase[inputs.rows] == t.Phase.FORWARD)
-    parameter = graph.tensors.role[graph.root[inputs.values[forward]]] == t.TensorRole.PARAMETER
+    its = forward[graph.tensors.role[graph.root[inputs.values[forward]]] == t.TensorRole.PARAMETER]
+    read = _values_of(inputs.rows[its], inputs.values[its])
     found: dict[int, ProgramPoint] = {}
     first = int(calls[:, 4].min()) if len(calls) else 0
-    for number, (block, _, _, instance, _), op in _runs_of(
-        calls, distinct(inputs.rows[forward[parameter]]), first
-    ):
-        for row in inputs.row(op):
-            if graph.tensors.role[graph.root[row]] == t.TensorRole.PARAMETER:
-                its = memory(graph, block, instance, row)
-                if its in memories:
-                    found.setdefault(its, (number, op))
+    for number, (block, _, _, instance, _), op in _runs_of(calls, distinct(inputs.rows[its]), first):
+        for row in read[op]:
+            where = memory(graph, block, instance, row)
+            if where in memories:
+                found.setdefault(where, (number, op))
     return found
 
 

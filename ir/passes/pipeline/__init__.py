@@ -202,13 +202,14 @@ def leaders(
     """
     main: dict[tuple[int, int], tuple[int, int]] = {}
     layers: dict[tuple[int, int], tuple[BlockInstance, int]] = {}
+    stage = [where.stage(chunk) for chunk in range(placement.chunks)]
     for (block, instance, row), launch in _launches(graph).items():
         if block:
             chunk = placement.instances[block, instance]
-            layers.setdefault((where.stage(chunk), launch), ((block, instance), row))
+            layers.setdefault((stage[chunk], launch), ((block, instance), row))
         else:
             for chunk in sorted(placement.ops[row]):
-                main.setdefault((where.stage(chunk), launch), (chunk, row))
+                main.setdefault((stage[chunk], launch), (chunk, row))
     led: dict[BlockInstance, frozenset[int]] = {}
     for key, (layer, row) in layers.items():
         if key not in main:
