@@ -402,7 +402,7 @@ class GraphBuilder:
 
     def program(
         self,
-        calls: Iterable[Sequence[int]],
+        calls: Iterable[Sequence[int]] | Int64,
         *,
         role: str = "",
         coordinates: Mapping[str, int] | None = None,
@@ -410,7 +410,7 @@ class GraphBuilder:
         held: Mapping[str, int] | None = None,
     ) -> int:
         """Adds a program: calls (block, begin, end, instance, micro_batch); returns its number."""
-        rows = np.array(list(calls), np.int64).reshape(-1, 5)
+        rows = np.array(calls if isinstance(calls, np.ndarray) else list(calls), np.int64).reshape(-1, 5)
         rows.setflags(write=False)
         made = Program(
             calls=rows, role=role, coordinates=dict(coordinates or {}), ranks=tuple(ranks), held=dict(held or {})

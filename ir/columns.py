@@ -42,7 +42,8 @@ class Ragged:
 
     def row(self, row: int) -> tuple[int, ...]:
         """Row as a tuple of Python integers."""
-        return tuple(self.values[self.offsets[row] : self.offsets[row + 1]].tolist())
+        # Numbers of numpy's are slow to slice by, and rows are read by the hundred thousand.
+        return tuple(self.values[self.offsets.item(row) : self.offsets.item(row + 1)].tolist())
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

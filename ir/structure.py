@@ -10,7 +10,7 @@ sizes of what lives through the step, as to divide it, does the same to every gr
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,25 @@ SIZES = ("flops", "bytes_read", "bytes_written", "nbytes")
 _OF_NO_PASS = ("arguments", *SIZES)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Structure:
+    """What a graph is but for its sizes: compared whole, and hashed once, however many dictionaries are asked."""
+
+    parts: tuple[Hashable, ...]
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self.parts))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Structure) and self.parts == other.parts
+
+
 @kept
-def structure(graph: Graph) -> Hashable:
+def structure(graph: Graph) -> Structure:
     """All of a graph but its sizes; equal for two graphs that differ in nothing else.
 
     Of attributes, which hold sizes, too, it has which operations share them; all of those that say what shares a
@@ -44,10 +61,11 @@ def structure(graph: Graph) -> Hashable:
         (its.calls.tobytes(), its.role, its.ranks, *its.coordinates.items(), *its.held.items())
         for its in graph.programs
     ]
-    return (
+    parts = (
         *columns, graph.ops.is_view.tobytes(), graph.strings, graph.streams, graph.groups, graph.blocks,
         tuple(axis.name for axis in graph.mesh), launches, *programs,
     )  # fmt: skip
+    return Structure(parts)
 
 
 def _structural(column: object, lengths_alone: bool) -> Hashable:

@@ -48,6 +48,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from math import ceil, inf, lcm, prod
 from typing import ClassVar
@@ -58,7 +59,7 @@ from echograph.errors import PlanError
 from echograph.ir import graph as g
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
-from echograph.ir.columns import NONE, Int64, distinct
+from echograph.ir.columns import NONE, Bools, Int64, distinct
 from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph, kept
 from echograph.ir.passes.model import (
     DATA,
@@ -525,6 +526,21 @@ class ShardedGraph:
         block, begin, end, instance, micro_batch = call
         return block, self.ops[begin].start, self.ops[end - 1].stop, instance, micro_batch
 
+    def calls(self, calls: Int64) -> Int64:
+        """Calls of old rows, of new ones."""
+        starts, stops = self._bounds
+        made = calls.copy()
+        made[:, 1], made[:, 2] = starts[calls[:, 1]], stops[calls[:, 2] - 1]
+        return made
+
+    @cached_property
+    def _bounds(self) -> tuple[Int64, Int64]:
+        """Where what each old operation became begins and ends."""
+        starts, stops = np.full((2, len(self.graph.ops)), NONE)
+        for old, rows in self.ops.items():
+            starts[old], stops[old] = rows.start, rows.stop
+        return starts, stops
+
     def origins(self, job: JobGraph) -> tuple[Int64, Int64]:
         """For each tensor and operation of the job that was made of it, the graph's that it was; -1 if added."""
         tensors, ops = np.full(len(job.tensors), NONE), np.full(len(job.ops), NONE)
@@ -715,15 +731,22 @@ class ProgramWriter:
         self.added: dict[ProgramPoint, list[tuple[int, list[int]]]] = {}
         self.block = 0
         self.accumulations: dict[ProgramPoint, Call] = {}
-        every = zip(program.calls.tolist(), labels or [UPDATE] * len(program.calls), strict=True)
-        kept = [((b, x, y, i, m), label) for (b, x, y, i, m), label in every if y > x]
-        calls: list[Call] = [call for call, _ in kept]
-        self.labels = [label for _, label in kept]
-        self.written: list[PassLabel] = []
-        self.steps = self._of_pipeline(calls) if self.staged else self._of_step(calls)
-        self.last = max((call[4] for call in self.steps), default=0)
+        self.labels = labels or [UPDATE] * len(program.calls)
+        self.source = np.zeros(0, np.int64)
+        kept = np.flatnonzero(program.calls[:, 2] > program.calls[:, 1])
+        if self.staged:
+            kept = kept[self._stays(program.calls[kept])]
+        self.steps, self.label = program.calls[kept], kept
+        if not self.staged:
+            self.steps, self.label = self._of_step(self.steps)
+        self.last = int(self.steps[:, 4].max(initial=0))
 
-    def calls(self) -> list[Call]:
+    @property
+    def written(self) -> list[PassLabel]:
+        """What each call that was written is of."""
+        return [self.labels[number] for number in self.label[self.source].tolist()]
+
+    def calls(self) -> Int64:
         """All calls of the program, in new rows."""
         ready = ready_gradients(self.graph, self.steps, None if self.options.zero == 2 else self.last)
         gradients = sorted(ready.get(self.last, {}).values(), key=lambda gradient: gradient.ready)
@@ -760,33 +783,28 @@ class ProgramWriter:
         if gathered and not options.overlap_param_gather:
             ops = [self._gather(bucket, t.Phase.OPTIMIZER) for bucket in gathered]
             wait = self.builder.compute("zero.wait", phase=t.Phase.OPTIMIZER, deps=ops)
-            self._at((len(self.steps) - 1, self.steps[-1][2]), [*ops, wait])
+            self._at((len(self.steps) - 1, int(self.steps[-1, 2])), [*ops, wait])
 
     def _begin(self, name: str) -> None:
         self.block, self.bindings = self.builder.begin_block(name), []
 
     # -- calls ---------------------------------------------------------------------------------------------
 
-    def _of_step(self, calls: list[Call]) -> list[Call]:
-        """Forward and backward for each micro-batch, then the optimizer."""
+    def _of_step(self, calls: Int64) -> tuple[Int64, Int64]:
+        """Forward and backward for each micro-batch, then the optimizer; and the numbers of their labels."""
         passes, update = split_at_optimizer(self.graph, calls)
         count, self.pass_length = self.options.micro_batches, len(passes)
-        runs: list[PassLabel] = [("forward", m, 0) for m in range(count) for _ in passes]
-        self.labels = [*runs, *(UPDATE for _ in update)]
-        every = [call for micro_batch in range(count) for call in in_micro_batch(passes, micro_batch)]
-        return every + in_micro_batch(update, count - 1)
+        self.labels = [*(("forward", micro_batch, 0) for micro_batch in range(count)), UPDATE]
+        label = np.repeat(np.arange(count + 1), [len(passes)] * count + [len(update)])
+        every = np.concatenate([np.tile(passes, (count, 1)), update])
+        every[:, 4] = np.minimum(label, count - 1)
+        return every, label
 
-    def _of_pipeline(self, calls: list[Call]) -> list[Call]:
-        """The pipeline's calls, without those that add up gradients where their reduction does."""
-        last = max((call[4] for call in calls), default=0)
-        kept = [
-            number
-            for number, call in enumerate(calls)
-            if self.graph.blocks[call[0]].name != ACCUMULATE
-            or not (self.reduces and (call[4] == last or self.options.zero == 2))
-        ]
-        self.labels = [self.labels[number] for number in kept]
-        return [calls[number] for number in kept]
+    def _stays(self, calls: Int64) -> Bools:
+        """Which of the pipeline's calls stay: not those that add up gradients where their reduction does."""
+        adds = np.array([block.name == ACCUMULATE for block in self.graph.blocks], np.bool_)[calls[:, 0]]
+        here = (calls[:, 4] == calls[:, 4].max(initial=0)) | (self.options.zero == 2)
+        return np.asarray(~(adds & here & self.reduces))
 
     def _accumulate_whole(self, gradients: list[Gradient]) -> None:
         """Adds up whole gradients after each micro-batch but the first, and but those whose reduction does."""
@@ -800,27 +818,38 @@ class ProgramWriter:
         call = accumulate(self.builder, ((tensor, tensor.name, tensor_id) for tensor, tensor_id in whole))
         for micro_batch in adding:
             number = (micro_batch + 1) * self.pass_length - 1
-            self.accumulations[number, self.steps[number][2]] = in_micro_batch([call], micro_batch)[0]
+            self.accumulations[number, int(self.steps[number, 2])] = in_micro_batch([call], micro_batch)[0]
 
-    def _merged(self) -> list[Call]:
+    def _merged(self) -> Int64:
         """The step's calls, cut where others are added."""
         cuts: dict[int, set[int]] = {}
         for number, cut in (*self.added, *self.accumulations):
             cuts.setdefault(number, set()).add(cut)
-        out: list[Call] = []
-        for number, (block, begin, end, instance, micro_batch) in enumerate(self.steps):
-            for cut in sorted(cuts[number]) if number in cuts else ():
-                if cut > begin:
-                    out.append(self.job.call((block, begin, cut, instance, micro_batch)))
-                begin = cut
-                for added, ops in self.added.get((number, cut), ()):
-                    out.append((added, ops[0], ops[-1] + 1, 0, micro_batch))
-                if (number, cut) in self.accumulations:
-                    out.append(self.accumulations[number, cut])
-            if begin < end:
-                out.append(self.job.call((block, begin, end, instance, micro_batch)))
-            self.written += [self.labels[number]] * (len(out) - len(self.written))
-        return out
+        whole, at = self.job.calls(self.steps), 0
+        parts, sources = [], []
+        for number in sorted(cuts):
+            cut_up = self._cut_up(number, sorted(cuts[number]))
+            parts += [whole[at:number], np.array(cut_up, np.int64).reshape(-1, 5)]
+            sources += [np.arange(at, number), np.full(len(cut_up), number)]
+            at = number + 1
+        self.source = np.concatenate([*sources, np.arange(at, len(whole))])
+        return np.concatenate([*parts, whole[at:]])
+
+    def _cut_up(self, number: int, cuts: list[int]) -> list[Call]:
+        """A call of the step, cut, with what is added in between."""
+        block, begin, end, instance, micro_batch = self.steps[number].tolist()
+        found: list[Call] = []
+        for cut in cuts:
+            if cut > begin:
+                found.append(self.job.call((block, begin, cut, instance, micro_batch)))
+            begin = cut
+            for added, ops in self.added.get((number, cut), ()):
+                found.append((added, ops[0], ops[-1] + 1, 0, micro_batch))
+            if (number, cut) in self.accumulations:
+                found.append(self.accumulations[number, cut])
+        if begin < end:
+            found.append(self.job.call((block, begin, end, instance, micro_batch)))
+        return found
 
     def _at(self, place: ProgramPoint, ops: list[int]) -> None:
         if ops:
@@ -864,7 +893,7 @@ class ProgramWriter:
     def _end_of_passes(self) -> ProgramPoint:
         """Where forward and backward end, and their messages, and the optimizer begins."""
         passes, _ = split_at_optimizer(self.graph, self.steps)
-        return len(passes) - 1, passes[-1][2]
+        return len(passes) - 1, int(passes[-1, 2])
 
     def _reductions(self, buckets: list[Bucket]) -> list[_Reduction]:
         """Of each bucket the operations that fill and reduce it, and the tensors that hold its gradients then."""
@@ -1022,7 +1051,7 @@ class ProgramWriter:
         """
         self.updated = updated_parameters(self.graph, self.steps)
         self.reads = first_reads(self.graph, self.steps, set(self.updated))
-        start = (0, self.steps[0][1])
+        start = (0, int(self.steps[0, 1]))
         order = sorted(self.updated, key=lambda i: self.reads.get(i, start), reverse=True)
         tensors = ((i, self.graph.tensor(self.graph.locate_tensor(i)[2])) for i in order)
         buckets = fill(tensors, self.mesh, self._limits())
@@ -1032,7 +1061,7 @@ class ProgramWriter:
 
     def _gather_ahead(self, buckets: list[Bucket]) -> None:
         """Gathers parameters as the step before left them, one bucket ahead of the layers that read it."""
-        at = start = (0, self.steps[0][1])
+        at = start = (0, int(self.steps[0, 1]))
         issued: list[int] = []
         for bucket in buckets:
             gather = self._gather(bucket, t.Phase.FORWARD)
@@ -1080,9 +1109,9 @@ class ProgramWriter:
             "ddp.broadcast_buffers", t.CollectiveKind.BROADCAST, group=group, bytes_per_rank=nbytes,
             dtype=t.DType.UINT8, payload=t.Payload.OTHER, phase=t.Phase.FORWARD, stream=stream,
         )  # fmt: skip
-        number = next(n for n, call in enumerate(self.steps) if call[4] == self.last)
+        number = int(np.argmax(self.steps[:, 4] == self.last))
         wait = builder.compute("ddp.wait", phase=t.Phase.FORWARD, deps=[sync])
-        self._at((number, self.steps[number][1]), [sync, wait])
+        self._at((number, int(self.steps[number, 1])), [sync, wait])
 
     # -- rows ----------------------------------------------------------------------------------------------
 

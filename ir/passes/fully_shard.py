@@ -845,15 +845,14 @@ class _Writer:
 
     def _calls(self, program: Program, labels: Sequence[PassLabel]) -> list[tuple[Call, PassLabel]]:
         """The calls of all micro-batches; a pipeline's without those that add up whole gradients if shards do."""
-        every = zip(program.calls.tolist(), labels, strict=True)
-        calls = [((b, x, y, i, m), label) for (b, x, y, i, m), label in every if y > x]
+        its = program.calls[:, 2] > program.calls[:, 1]
         if self.staged:
+            every = zip(program.calls.tolist(), labels, its.tolist(), strict=True)
+            calls: list[tuple[Call, PassLabel]] = [(tuple(call), label) for call, label, runs in every if runs]
             return [c for c in calls if self.how.whole or self.graph.blocks[c[0][0]].name != ACCUMULATE]
-        passes, update = split_at_optimizer(self.graph, [call for call, _ in calls])
+        passes, update = (part.tolist() for part in split_at_optimizer(self.graph, program.calls[its]))
         count = self.options.micro_batches
-        runs: list[tuple[Call, PassLabel]] = [
-            (call, ("forward", m, 0)) for m in range(count) for call in in_micro_batch(passes, m)
-        ]
+        runs = [(call, ("forward", m, 0)) for m in range(count) for call in in_micro_batch(passes, m)]
         return runs + [(call, UPDATE) for call in in_micro_batch(update, count - 1)]
 
     def job(self) -> ShardedGraph:

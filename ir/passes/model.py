@@ -32,7 +32,7 @@ import numpy as np
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.columns import NONE, distinct
+from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import Axis, Graph, JobGraph, Program, StepGraph, kept
 from echograph.ir.passes.rewrite import Call
 from echograph.ir.types import Attention, OpKind, Phase, TensorRole
@@ -111,9 +111,7 @@ def _read_by_optimizer(graph: Graph) -> np.ndarray:
     return read
 
 
-def ready_gradients(
-    graph: Graph, calls: Sequence[Call], micro_batch: int | None = None
-) -> dict[int, dict[int, Gradient]]:
+def ready_gradients(graph: Graph, calls: Int64, micro_batch: int | None = None) -> dict[int, dict[int, Gradient]]:
     """The final gradients that calls make: by micro-batch, and by id in the order in which they are made.
 
     Args:
@@ -135,33 +133,39 @@ def ready_gradients(
     return found
 
 
-def updated_parameters(graph: Graph, calls: Sequence[Call]) -> dict[int, int]:
+def updated_parameters(graph: Graph, calls: Int64) -> dict[int, int]:
     """For every parameter that calls update, by the id of its memory: the id of the last updated version."""
     outputs, inverse = graph.ops.outputs, graph.tensors.role == t.TensorRole.PARAMETER
     updates = (graph.ops.phase[outputs.rows] == t.Phase.OPTIMIZER) & inverse[outputs.values]
+    made = _values_of(outputs.rows[updates], outputs.values[updates])
     found: dict[int, int] = {}
     for _, (block, _, _, instance, _), op in _runs_of(calls, distinct(outputs.rows[updates])):
-        for row in outputs.row(op):
-            if inverse[row]:
-                found[memory(graph, block, instance, row)] = graph.tensor_id(block, instance, row)
+        for row in made[op]:
+            found[memory(graph, block, instance, row)] = graph.tensor_id(block, instance, row)
     return found
 
 
-def first_reads(graph: Graph, calls: Sequence[Call], memories: set[int]) -> dict[int, ProgramPoint]:
+def _values_of(rows: Int64, values: Int64) -> dict[int, list[int]]:
+    """The values of each row, in order."""
+    found: dict[int, list[int]] = {}
+    for row, value in zip(rows.tolist(), values.tolist(), strict=True):
+        found.setdefault(row, []).append(value)
+    return found
+
+
+def first_reads(graph: Graph, calls: Int64, memories: set[int]) -> dict[int, ProgramPoint]:
     """Where the first micro-batch's forward pass reads each of some memories first, in the program's order."""
     inputs = graph.ops.inputs
     forward = np.flatnonzero(graph.ops.phase[inputs.rows] == t.Phase.FORWARD)
-    parameter = graph.tensors.role[graph.root[inputs.values[forward]]] == t.TensorRole.PARAMETER
+    its = forward[graph.tensors.role[graph.root[inputs.values[forward]]] == t.TensorRole.PARAMETER]
+    read = _values_of(inputs.rows[its], inputs.values[its])
     found: dict[int, ProgramPoint] = {}
-    first = min((call[4] for call in calls), default=0)
-    for number, (block, _, _, instance, _), op in _runs_of(
-        calls, distinct(inputs.rows[forward[parameter]]), first
-    ):
-        for row in inputs.row(op):
-            if graph.tensors.role[graph.root[row]] == t.TensorRole.PARAMETER:
-                its = memory(graph, block, instance, row)
-                if its in memories:
-                    found.setdefault(its, (number, op))
+    first = int(calls[:, 4].min()) if len(calls) else 0
+    for number, (block, _, _, instance, _), op in _runs_of(calls, distinct(inputs.rows[its]), first):
+        for row in read[op]:
+            where = memory(graph, block, instance, row)
+            if where in memories:
+                found.setdefault(where, (number, op))
     return found
 
 
@@ -172,29 +176,29 @@ def memory(graph: Graph, block: int, instance: int, row: int) -> int:
     return graph.tensor_id(block, instance, row)
 
 
-def _runs_of(
-    calls: Sequence[Call], ops: np.ndarray, micro_batch: int | None = None
-) -> Iterator[tuple[int, Call, int]]:
+def _runs_of(calls: Int64, ops: Int64, micro_batch: int | None = None) -> Iterator[tuple[int, Call, int]]:
     """(number of the call, the call, operation) for every run of some operations, given ascending."""
-    its = [number for number, call in enumerate(calls) if micro_batch in (None, call[4])]
-    bounds = np.searchsorted(ops, np.array([calls[number][1:3] for number in its], np.int64).reshape(-1, 2))
-    for number, (low, high) in zip(its, bounds.tolist(), strict=True):
-        for op in ops[low:high].tolist():
-            yield number, calls[number], op
+    low, high = np.searchsorted(ops, calls[:, 1]), np.searchsorted(ops, calls[:, 2])
+    runs = low < high if micro_batch is None else (low < high) & (calls[:, 4] == micro_batch)
+    its = np.flatnonzero(runs)
+    rows: list[Call] = list(map(tuple, calls[its].tolist()))
+    for number, call, begin, end in zip(its.tolist(), rows, low[its].tolist(), high[its].tolist(), strict=True):
+        for op in ops[begin:end].tolist():
+            yield number, call, op
 
 
-def split_at_optimizer(graph: Graph, calls: list[Call]) -> tuple[list[Call], list[Call]]:
+def split_at_optimizer(graph: Graph, calls: Int64) -> tuple[Int64, Int64]:
     """The calls of forward and backward, and those from the first operation of the optimizer on."""
     optimizer = np.flatnonzero(graph.ops.phase == t.Phase.OPTIMIZER)
-    begins, ends = np.array([call[1:3] for call in calls], np.int64).reshape(-1, 2).T
-    first = np.append(optimizer, len(graph.ops))[np.searchsorted(optimizer, begins)]
-    updates = np.flatnonzero(first < ends)
+    first = np.append(optimizer, len(graph.ops))[np.searchsorted(optimizer, calls[:, 1])]
+    updates = np.flatnonzero(first < calls[:, 2])
     if not len(updates):
-        return calls, []
-    number, cut = int(updates[0]), int(first[updates[0]])
-    block, begin, end, instance, micro_batch = calls[number]
-    before = [(block, begin, cut, instance, micro_batch)] if cut > begin else []
-    return [*calls[:number], *before], [(block, cut, end, instance, micro_batch), *calls[number + 1 :]]
+        return calls, calls[:0]
+    number = int(updates[0])
+    cut = int(first[number])
+    passes, update = calls[: number + 1].copy(), calls[number:].copy()
+    passes[-1, 2] = update[0, 1] = cut
+    return passes if passes[-1, 1] < cut else passes[:-1], update
 
 
 def buffer_bytes(graph: Graph) -> int:

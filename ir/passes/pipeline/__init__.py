@@ -202,13 +202,14 @@ def leaders(
     """
     main: dict[tuple[int, int], tuple[int, int]] = {}
     layers: dict[tuple[int, int], tuple[BlockInstance, int]] = {}
+    stage = [where.stage(chunk) for chunk in range(placement.chunks)]
     for (block, instance, row), launch in _launches(graph).items():
         if block:
             chunk = placement.instances[block, instance]
-            layers.setdefault((where.stage(chunk), launch), ((block, instance), row))
+            layers.setdefault((stage[chunk], launch), ((block, instance), row))
         else:
             for chunk in sorted(placement.ops[row]):
-                main.setdefault((where.stage(chunk), launch), (chunk, row))
+                main.setdefault((stage[chunk], launch), (chunk, row))
     led: dict[BlockInstance, frozenset[int]] = {}
     for key, (layer, row) in layers.items():
         if key not in main:
@@ -939,8 +940,7 @@ class Pipeline:
         for stage in stages:
             actions = order(self.schedule, stage, *self._sizes, ahead=int(self.overlap_experts))
             own = [chunks[number] for number in self.where.chunks(stage, len(chunks))]
-            labelled = self._calls(plan, builder, own, actions)
-            self._program(builder, stage, [call for _, call in labelled])
+            self._program(builder, stage, self._calls(plan, builder, own, actions)[0])
         return builder.build(JobGraph)
 
     def alike(self, graph: StepGraph) -> StagesAlike:
@@ -971,9 +971,9 @@ class Pipeline:
                 actions += (("forward", micro_batch, chunk) for chunk in range(self.chunks))
                 actions += ((kind, micro_batch, c) for kind in kinds for c in reversed(range(self.chunks)))
             own = [chunk for chunk in chunks if chunk.stage == stage]
-            labelled = replace(self, micro_batches=count)._calls(plan, builder, own, actions)
-            self._program(builder, stage, [call for _, call in labelled])
-            labels.append([label for label, _ in labelled])
+            calls, of = replace(self, micro_batches=count)._calls(plan, builder, own, actions)
+            self._program(builder, stage, calls)
+            labels.append([(*actions, UPDATE)[number] for number in of.tolist()])
         job = builder.build(JobGraph, whole=False)
         counted = np.zeros(len(job.tensors), np.bool_)
         counted[[chunk.rows[tensor] for chunk in chunks for tensor in chunk.shapes]] = True
@@ -989,7 +989,7 @@ class Pipeline:
     def _sizes(self) -> tuple[int, int, int]:
         return self.stages, self.micro_batches, self.chunks
 
-    def _program(self, builder: GraphBuilder, stage: int, calls: list[Call]) -> None:
+    def _program(self, builder: GraphBuilder, stage: int, calls: Int64) -> None:
         builder.program(calls, role=f"stage {stage}", coordinates={AXIS: stage})
 
     def _context(self, graph: StepGraph) -> tuple[PipelineContext, GraphBuilder]:
@@ -1057,35 +1057,67 @@ class Pipeline:
 
     def _calls(
         self, plan: PipelineContext, builder: GraphBuilder, chunks: list[Chunk], actions: list[Action]
-    ) -> list[tuple[PassLabel, Call]]:
-        """The calls of a stage that runs these passes, each with the pass that it is of, then the update's."""
-        added = {}
+    ) -> tuple[Int64, Int64]:
+        """The calls of a stage that runs these passes, then the update's.
+
+        Returns:
+            int64 [calls, 5], and int64 [calls], the number of the action that each is of, one beyond the last for
+            the update.
+        """
+        added: dict[int, list[Call]] = {}
         if self.micro_batches > 1:
             gradients = {c.number: _gradients(plan, c) for c in chunks}
             added = {number: [accumulate(builder, its)] if its else [] for number, its in gradients.items()}
         last = "weight" if self.schedule in SPLIT else "backward"
         runs = {(chunk.number, part): in_order(chunk.timed(part)) for chunk in chunks for part in PipelinePhase}
         exchanges = plan.exchanges(chunks) if self.overlap_experts else ()
-        calls: list[tuple[PassLabel, Call]] = []
-        waiting: list[Call] = []
         pairs = paired(self.schedule, actions) if exchanges else frozenset()
-        for at, action in enumerate(actions):
-            kind, micro_batch, number = action
-            chunk = chunks[number]
-            run = in_micro_batch(runs[chunk.number, _PARTS[kind]], micro_batch)
+
+        def of_pass(kind: Computation, number: int, adds: bool, beside: _Kind | None) -> list[Call]:
+            # In micro-batch 0 the pass's own calls, in 1 those of the pass that runs beside it.
+            run = runs[chunks[number].number, _PARTS[kind]]
+            if beside is not None:
+                other = runs[chunks[beside[1]].number, _PARTS[beside[0]]]
+                run = interleaved(run, in_micro_batch(other, 1), exchanges)
+            return run + added[chunks[number].number] if adds else run
+
+        update = in_order([call for chunk in chunks for call in chunk.timed(PipelinePhase.UPDATE)])
+        known: dict[tuple[Computation, int, bool, _Kind | None], int] = {}
+        passes: list[tuple[int, int, int, int]] = []
+        beside: _Kind | None = None
+        its = 0
+        for at, (kind, micro_batch, number) in enumerate(actions):
             if at in pairs:
-                waiting = run
+                beside, its = (kind, number), micro_batch
                 continue
-            run = interleaved(run, waiting, exchanges) if waiting else run
-            waiting = []
-            if kind == last and micro_batch:
-                run = run + in_micro_batch(added[chunk.number], micro_batch)
-            calls += ((action, call) for call in run)
-        update = [call for chunk in chunks for call in chunk.timed(PipelinePhase.UPDATE)]
-        run = in_micro_batch(in_order(update), self.micro_batches - 1)
-        return calls + [(UPDATE, call) for call in run]
+            adds = kind == last and micro_batch > 0
+            like = known.setdefault((kind, number, adds, beside), len(known))
+            passes.append((at, like, micro_batch, its))
+            beside = None
+        passes.append((len(actions), len(known), self.micro_batches - 1, 0))
+        return _in_passes([*(of_pass(*like) for like in known), update], passes)
 
 
+def _in_passes(alike: list[list[Call]], passes: list[tuple[int, int, int, int]]) -> tuple[Int64, Int64]:
+    """The calls of passes, and the number of the pass that each is of.
+
+    Args:
+        alike: calls of passes that are alike, in micro-batch 0, and 1 where another one runs beside.
+        passes: of each its number, which of these it is, and what the two micro-batches are.
+    """
+    every = np.array([call for its in alike for call in its], np.int64).reshape(-1, 5)
+    lengths = np.array([len(its) for its in alike], np.int64)
+    columns = np.array(passes, np.int64)
+    own = np.repeat(np.arange(len(columns)), lengths[columns[:, 1]])
+    begin = np.cumsum(lengths) - lengths
+    written = np.cumsum(lengths[columns[:, 1]]) - lengths[columns[:, 1]]
+    calls = every[begin[columns[own, 1]] + np.arange(len(own)) - written[own]]
+    calls[:, 4] = columns[own, 2 + calls[:, 4]]
+    return calls, columns[own, 0]
+
+
+_Kind = tuple[Computation, int]
+"""What a pass computes, and of which of the stage's chunks."""
 _PARTS: dict[Computation, PipelinePhase] = {
     "forward": PipelinePhase.FORWARD,
     "backward": PipelinePhase.BACKWARD,

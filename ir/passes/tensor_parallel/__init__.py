@@ -113,7 +113,7 @@ class _Writer(StepWriter):
 
     def _made(self, index: int, alias: int | None = None) -> int:
         """Adds a tensor as its maker leaves it: a summand has its whole shape."""
-        tensor, sharding = self.graph.tensors[index], self.sharding
+        tensor, sharding = self.graph.tensor(index), self.sharding
         if alias is None and tensor.alias_of is not None:
             alias = self.tensor(tensor.alias_of)
         shape = tensor.shape if sharding.is_partial(index) else sharding.shapes.get(index, tensor.shape)
@@ -143,7 +143,7 @@ class _Writer(StepWriter):
         return self._slice(index, wanted, op, whole)
 
     def _slice(self, index: int, wanted: Placement, op: t.Op, source: int) -> int:
-        tensor, shape = self.graph.tensors[index], self.sharding.local_shape(index, wanted)
+        tensor, shape = self.graph.tensor(index), self.sharding.local_shape(index, wanted)
         if shape == tensor.shape:  # all ranks have the one share
             return source
         local = self.builder.tensor(tensor.name, shape, tensor.dtype, tensor.role, alias_of=source)
@@ -160,14 +160,14 @@ class _Writer(StepWriter):
             return self._slice(index, wanted, op, self._read(index, WHOLE, op) if common else self.tensor(index))
         if common:
             return self._among_zeros(index, wanted, op)
-        tensor, shape = self.graph.tensors[index], self.sharding.local_shape(index, wanted)
+        tensor, shape = self.graph.tensor(index), self.sharding.local_shape(index, wanted)
         made = self.builder.tensor(tensor.name, shape, tensor.dtype, tensor.role)
         self._collective(_KINDS.REDUCE_SCATTER, tensor, op, (self._among_zeros(index, WHOLE, op),), (made,))
         return made
 
     def _sum_of_shares(self, index: int, wanted: Placement, op: t.Op) -> int:
         """A whole gradient of shares that ranks have in common, or another part of it."""
-        tensor, summand = self.graph.tensors[index], self._among_zeros(index, WHOLE, op)
+        tensor, summand = self.graph.tensor(index), self._among_zeros(index, WHOLE, op)
         made = self.builder.tensor(tensor.name, tensor.shape, tensor.dtype, tensor.role, alias_of=summand)
         self._collective(_KINDS.ALL_REDUCE, tensor, op, (summand,), (made,))
         return made if wanted == WHOLE else self._slice(index, wanted, op, made)
@@ -175,7 +175,7 @@ class _Writer(StepWriter):
     def _among_zeros(self, index: int, wanted: Placement, op: t.Op) -> int:
         """A larger part of a gradient, zero where a rank has no summand, as autograd undoes a slice."""
         tensor, source, shape = (
-            self.graph.tensors[index],
+            self.graph.tensor(index),
             self.tensor(index),
             self.sharding.local_shape(index, wanted),
         )
@@ -187,7 +187,7 @@ class _Writer(StepWriter):
 
     def _gather(self, index: int, op: t.Op) -> int:
         """Gathers a tensor; of a view, what it is a view of, so that several views share the gathering."""
-        tensor, maker = self.graph.tensors[index], int(self.graph.maker[index])
+        tensor, maker = self.graph.tensor(index), int(self.graph.maker[index])
         if maker != NONE and operator(self.graph, maker) in VIEWS:
             view = self.graph.ops[maker]
             if len(view.outputs) == 1 and isinstance(self.sharding.placement.get(view.inputs[0]), Shard):
@@ -201,7 +201,7 @@ class _Writer(StepWriter):
 
     def _reduce(self, index: int, op: t.Op, summand: int) -> int:
         """Adds up summands over the ranks, in place, or into shares."""
-        tensor, target = self.graph.tensors[index], self.sharding.placement[index]
+        tensor, target = self.graph.tensor(index), self.sharding.placement[index]
         shape = self.sharding.local_shape(index, target)
         alias = summand if target == WHOLE else None
         kind = _KINDS.ALL_REDUCE if target == WHOLE else _KINDS.REDUCE_SCATTER
@@ -249,7 +249,7 @@ class _Writer(StepWriter):
 
     def _alias(self, op: t.Op, index: int, reads: Sequence[int]) -> int | None:
         """A view is one of what the operation reads now, which may be a converted copy."""
-        alias = self.graph.tensors[index].alias_of
+        alias = self.graph.tensor(index).alias_of
         return reads[op.inputs.index(alias)] if alias in op.inputs else None
 
     def _add(self, op: t.Op, decision: Decision, reads: Sequence[int], outputs: Sequence[int]) -> int:
@@ -293,7 +293,7 @@ class _Writer(StepWriter):
         """Bytes of the shares: exact where the whole is the sum of the tensors, else in proportion."""
         whole, local = 0, 0
         for index, placement in dict(zip(tensors, placements, strict=True)).items():
-            size = self.graph.tensors[index].nbytes
+            size = self.graph.tensor(index).nbytes
             whole += size
             local += int(size * self._share(index, placement))
         if whole == nbytes:
@@ -305,7 +305,7 @@ class _Writer(StepWriter):
     def _product_then_bias(self, op: t.Compute, decision: Decision, reads: Sequence[int]) -> None:
         """A row-parallel product: its summands are added up over the ranks, and then the bias, once."""
         (index,) = op.outputs
-        tensor, bias = self.graph.tensors[index], self.graph.tensors[op.inputs[0]]
+        tensor, bias = self.graph.tensor(index), self.graph.tensor(op.inputs[0])
         target = self.sharding.placement[index]
         local = self.sharding.local_shape(index, target)
         summand = self.builder.tensor(tensor.name, tensor.shape, tensor.dtype, tensor.role)
@@ -324,7 +324,7 @@ class _Writer(StepWriter):
     def _log_softmax(self, op: t.Compute, logits: int) -> None:
         """Greatest logit and sum of exponentials of each row over all ranks; everything else is local."""
         (index,) = op.outputs
-        tensor = self.graph.tensors[index]
+        tensor = self.graph.tensor(index)
         local = self.sharding.shapes[index]
         rows, size = tensor.dtype.nbytes(local[0]), tensor.dtype.nbytes(prod(local))
         column = (local[0], 1)
@@ -346,7 +346,7 @@ class _Writer(StepWriter):
         In the kernels of torch's `loss_parallel`, a function that holds all that it reads until it returns.
         """
         (index,), (picked, likely) = op.outputs, reads
-        tensor, local = self.graph.tensors[index], self.sharding.shapes[index]
+        tensor, local = self.graph.tensor(index), self.sharding.shapes[index]
         size = tensor.dtype.nbytes(prod(local))
         probability, difference = self._temporary("exp", local, tensor), self._temporary("add", local, tensor)
         self._local(op, "aten.exp", (likely,), (probability,), size, size)
@@ -355,7 +355,7 @@ class _Writer(StepWriter):
 
     def _nll_loss(self, op: t.Compute, reads: Sequence[int]) -> None:
         """The rank that has a token's target picks its log-probability; the others add zero."""
-        tensor, target = self.graph.tensors[op.inputs[0]], self.graph.tensors[op.inputs[1]]
+        tensor, target = self.graph.tensor(op.inputs[0]), self.graph.tensor(op.inputs[1])
         column = (tensor.shape[0], 1)
         rows = tensor.dtype.nbytes(tensor.shape[0])
         picked = self._temporary("gather", column, tensor)

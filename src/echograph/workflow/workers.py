@@ -6,6 +6,7 @@ asks can decide what comes next by what has come back.
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -78,6 +79,9 @@ def _begin(make: Make) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _answer = make()
+    # What a worker begins with, modules above all, stays as long as it does: no cycles are looked for in it again.
+    gc.collect()
+    gc.freeze()
 
 
 def _answered(point: Any) -> Any:
