@@ -38,11 +38,13 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
 from echograph.frontend.scripts import places, streams, values
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
+from echograph.frontend.scripts.fakes import option_for
+from echograph.frontend.scripts.found import finding, finds
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
 from echograph.frontend.scripts.requirements import unmet
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
-from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, deciding, keep_finite
+from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, decided_size, deciding, keep_finite
 from echograph.frontend.scripts.world import NO_GPU, World
 
 MEMORY_BYTES = 80 * 2**30
@@ -62,7 +64,7 @@ _DRIVER = "this asks a real GPU, and a capture has only the answers of one: leav
 _NOT_ANSWERED = "the GPU of a capture, where PyTorch has no CUDA, does not answer it: leave it out if you can"
 _DOWNLOAD = (
     "it is downloaded, and is not here: have it downloaded before (a cache counts, as HF_HOME's), or have it made "
-    "of its shapes: --fake-data NAME, --fake-weights NAME"
+    "of its shapes: "
 )
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
@@ -144,6 +146,8 @@ def remedy(error: BaseException, script: Path) -> str:
     if isinstance(error, ImportError) and error.name:
         return _of_package(error, error.name, script)
     known = next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
+    if known is _DOWNLOAD:
+        return known + option_for(error)
     if known or not (isinstance(error, AttributeError | ImportError) or _in_a_library(error)):
         return known
     other = unmet(script)
@@ -429,7 +433,7 @@ class OnTheDevice(TorchFunctionMode):
         try:
             out = self._run(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            made = known_values.computed(func, args, kwargs)
+            made = self._found(func, args, kwargs)
             return _marked(made) if any(isinstance(a, Tensor) and on_gpu(a) for a in args) else made
         if known_values.spread(func, args, out):
             self._note("how many tokens each expert takes is not known: they are taken to be spread evenly")
@@ -437,6 +441,17 @@ class OnTheDevice(TorchFunctionMode):
             known_values.follow(func, args, kwargs, out)
         keep_finite(func, args, out)
         return out
+
+    def _found(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a function makes whose size values say: those that are known, or what the user said of the line."""
+        try:
+            return known_values.computed(func, args, kwargs)
+        except DynamicOutputShapeException as error:
+            if not finds(error.func):
+                raise
+            count = decided_size(error.func.name().removeprefix("aten::"))
+        with finding(count):
+            return self._run(func, args, kwargs)
 
     def _moved(self, func: Any, args: Any, kwargs: Any, gpu: bool) -> Any:
         """What is brought to the GPU, or to the host, with the values that are known of it."""
