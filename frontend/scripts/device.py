@@ -63,8 +63,8 @@ _GRAPHS = "CUDA graphs are not captured: leave them out, the operators are those
 _DRIVER = "this asks a real GPU, and a capture has only the answers of one: leave it out if you can"
 _NOT_ANSWERED = "the GPU of a capture, where PyTorch has no CUDA, does not answer it: leave it out if you can"
 _DOWNLOAD = (
-    "it is downloaded, and is not here: have it downloaded before (a cache counts, as HF_HOME's), or have it made "
-    "of its shapes: "
+    "it is downloaded, and is not here: have it downloaded before, to where the script looks for it (a cache "
+    "counts, as HF_HOME's)"
 )
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
@@ -81,6 +81,15 @@ _REMEDIES = (
     (r"active drivers|[Tt]riton", f"a Triton kernel {_OPERATOR}"),
     (r"lib(cuda|cudart|cublas|cudnn|nccl|nvrtc|nvidia-ml)\w*[.\d]*\.so|NVML|nvml|nvidia-ml|no NVIDIA", _DRIVER),
     (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs", _NOT_ANSWERED),
+    (
+        r"no rule registered for HigherOrderOperator",
+        "it takes functions, into which a capture does not look (flex_attention's masks, say): let the script "
+        "take another way, as scaled_dot_product_attention; where it has one for CPUs, --device cpu takes that",
+    ),
+    (
+        r"Could not load this library|operator torch(vision|audio)::\w+ does not exist",
+        "the package is built for another PyTorch: install its build for the one that is here, or take it away",
+    ),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
 _FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine")
@@ -147,17 +156,26 @@ def remedy(error: BaseException, script: Path) -> str:
         return _of_package(error, error.name, script)
     known = next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
     if known is _DOWNLOAD:
-        return known + option_for(error)
+        made = option_for(error)
+        return f"{known}, or have it made of its shapes: {made}" if made else known
     if known or not (isinstance(error, AttributeError | ImportError) or _in_a_library(error)):
         return known
-    other = unmet(script)
+    other = next(filter(None, (unmet(script, package) for package in (*_raising(error), ""))), "")
     return f"{other}, {_OTHER_VERSION}" if other else ""
 
 
 def _in_a_library(error: BaseException) -> bool:
     """Whether a package raised, of what a script gave it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and "site-packages" in frames[-1].filename
+    return bool(_raising(error))
+
+
+def _raising(error: BaseException) -> list[str]:
+    """Packages that were running where one of them raised, the innermost first; none where the script did."""
+    frames = [Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
+    if not frames or "site-packages" not in frames[-1]:
+        return []
+    within = [parts[parts.index("site-packages") + 1] for parts in frames if "site-packages" in parts]
+    return list(dict.fromkeys(reversed(within)))
 
 
 def _of_package(error: ImportError, name: str, script: Path) -> str:

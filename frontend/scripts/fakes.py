@@ -109,18 +109,34 @@ _ASKING = {
 
 
 def option_for(error: BaseException) -> str:
-    """The option that makes what could not be downloaded; of NAME, where an exception does not say what."""
+    """The option that makes what could not be downloaded; "" where nobody asked for it that a fake stands for.
+
+    Args:
+        error: what the script raised; who asked, and for what, is in its frames.
+    """
+    option = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        asked = frame.f_locals.get(_ASKING.get(frame.f_code.co_name, ""))
-        if not isinstance(asked, str) or not asked:
-            continue
-        if frame.f_code.co_name == "load_dataset":
-            rows = "" if asked in _COLUMNS else "=rows.jsonl (a few lines with its columns)"
-            return f"--fake-data {asked}{rows}"
-        if frame.f_code.co_name == "load_state_dict_from_url":
-            return f"--fake-weights {_file_of(asked)}"
-        return f"--fake-weights {asked}, or {asked}=DIR with its config.json"
-    return "--fake-data NAME, --fake-weights NAME"
+        package, asking = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if package.startswith("torchvision.datasets") and type(frame.f_locals.get("self")).__name__ in _IMAGES:
+            return f"--fake-data {type(frame.f_locals['self']).__name__}"
+        asked = frame.f_locals.get(_ASKING.get(asking, ""))
+        if isinstance(asked, str) and asked:
+            return _option(asking, asked)
+        if package.partition(".")[0] in _MAKERS:
+            option = "--fake-data NAME, --fake-weights NAME"
+    return option
+
+
+_MAKERS = ("datasets", "huggingface_hub", "tiktoken", "tokenizers", "transformers")
+
+
+def _option(asking: str, asked: str) -> str:
+    if asking == "load_dataset":
+        rows = "" if asked in _COLUMNS else "=rows.jsonl (a few lines with its columns)"
+        return f"--fake-data {asked}{rows}"
+    if asking == "load_state_dict_from_url":
+        return f"--fake-weights {_file_of(asked)}"
+    return f"--fake-weights {asked}, or {asked}=DIR with its config.json"
 
 
 # -- images of torchvision --------------------------------------------------------------------------------------
