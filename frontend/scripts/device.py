@@ -69,7 +69,7 @@ _DOWNLOAD = (
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
     (
-        r"download|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|not known\]|offline mode|"
+        r"[Dd]ownload|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|not known\]|offline mode|"
         r"couldn't connect|does not appear to have a file|cached (files|path)|from the Hub",
         _DOWNLOAD,
     ),
@@ -158,15 +158,11 @@ def remedy(error: BaseException, script: Path) -> str:
     if known is _DOWNLOAD:
         made = option_for(error)
         return f"{known}, or have it made of its shapes: {made}" if made else known
-    if known or not (isinstance(error, AttributeError | ImportError) or _in_a_library(error)):
+    called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
+    if known or not (called or isinstance(error, AttributeError | ImportError) or _raising(error)):
         return known
     other = next(filter(None, (unmet(script, package) for package in (*_raising(error), ""))), "")
     return f"{other}, {_OTHER_VERSION}" if other else ""
-
-
-def _in_a_library(error: BaseException) -> bool:
-    """Whether a package raised, of what a script gave it."""
-    return bool(_raising(error))
 
 
 def _raising(error: BaseException) -> list[str]:
@@ -467,7 +463,7 @@ class OnTheDevice(TorchFunctionMode):
         except DynamicOutputShapeException as error:
             if not finds(error.func):
                 raise
-            count = decided_size(error.func.name().removeprefix("aten::"))
+            count = decided_size(str(error.func).split(".")[1])
         with finding(count):
             return self._run(func, args, kwargs)
 

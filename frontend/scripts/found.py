@@ -38,7 +38,7 @@ def found(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     count = _COUNT.get()
     if count is None:
         return None
-    rule = _RULES.get(func.name())
+    rule = _RULES.get(str(func))
     return None if rule is None else rule(count, func, *args, **kwargs)
 
 
@@ -104,17 +104,17 @@ def _unique_runs(
 
 
 _RULES: dict[str, Callable[..., Any]] = {
-    "aten::nonzero": _positions,
-    "aten::masked_select": _chosen,
-    "aten::index.Tensor": _indexed,
-    "aten::repeat_interleave.Tensor": _repeated,
-    "aten::_unique2": _unique,
-    "aten::unique_dim": _unique_rows,
-    "aten::unique_consecutive": _unique_runs,
-    "torchvision::nms": _kept,
+    "aten.nonzero.default": _positions,
+    "aten.masked_select.default": _chosen,
+    "aten.index.Tensor": _indexed,
+    "aten.repeat_interleave.Tensor": _repeated,
+    "aten._unique2.default": _unique,
+    "aten.unique_dim.default": _unique_rows,
+    "aten.unique_consecutive.default": _unique_runs,
+    "torchvision.nms.default": _kept,
 }
 
 
 def finds(func: Any) -> bool:
     """Whether an operator is one of those."""
-    return func.name() in _RULES
+    return str(func) in _RULES

@@ -262,6 +262,7 @@ def test_a_package_that_is_missing_or_another_version_says_which(name: str, part
         ("operator torchvision::nms does not exist", "built for another PyTorch"),
         ("There was no rule registered for HigherOrderOperator flex_attention", "scaled_dot_product_attention"),
         ("CUDA_HOME is not set", "compiles kernels of its own"),
+        ("Download failure for there.zip", "to where the script looks for it"),
         ("<urlopen error>", "to where the script looks for it (a cache counts, as HF_HOME's)"),
     ],
 )
