@@ -38,11 +38,13 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
 from echograph.frontend.scripts import places, streams, values
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
+from echograph.frontend.scripts.fakes import option_for
+from echograph.frontend.scripts.found import finding, finds
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
 from echograph.frontend.scripts.requirements import unmet
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
-from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, deciding, keep_finite
+from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, decided_size, deciding, keep_finite
 from echograph.frontend.scripts.world import NO_GPU, World
 
 MEMORY_BYTES = 80 * 2**30
@@ -61,13 +63,13 @@ _GRAPHS = "CUDA graphs are not captured: leave them out, the operators are those
 _DRIVER = "this asks a real GPU, and a capture has only the answers of one: leave it out if you can"
 _NOT_ANSWERED = "the GPU of a capture, where PyTorch has no CUDA, does not answer it: leave it out if you can"
 _DOWNLOAD = (
-    "it is downloaded, and is not here: have it downloaded before (a cache counts, as HF_HOME's), or have it made "
-    "of its shapes: --fake-data NAME, --fake-weights NAME"
+    "it is downloaded, and is not here: have it downloaded before, to where the script looks for it (a cache "
+    "counts, as HF_HOME's)"
 )
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
     (
-        r"download|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|not known\]|offline mode|"
+        r"[Dd]ownload|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|not known\]|offline mode|"
         r"couldn't connect|does not appear to have a file|cached (files|path)|from the Hub",
         _DOWNLOAD,
     ),
@@ -79,6 +81,15 @@ _REMEDIES = (
     (r"active drivers|[Tt]riton", f"a Triton kernel {_OPERATOR}"),
     (r"lib(cuda|cudart|cublas|cudnn|nccl|nvrtc|nvidia-ml)\w*[.\d]*\.so|NVML|nvml|nvidia-ml|no NVIDIA", _DRIVER),
     (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs", _NOT_ANSWERED),
+    (
+        r"no rule registered for HigherOrderOperator",
+        "it takes functions, into which a capture does not look (flex_attention's masks, say): let the script "
+        "take another way, as scaled_dot_product_attention; where it has one for CPUs, --device cpu takes that",
+    ),
+    (
+        r"Could not load this library|operator torch(vision|audio)::\w+ does not exist",
+        "the package is built for another PyTorch: install its build for the one that is here, or take it away",
+    ),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
 _FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine")
@@ -144,16 +155,23 @@ def remedy(error: BaseException, script: Path) -> str:
     if isinstance(error, ImportError) and error.name:
         return _of_package(error, error.name, script)
     known = next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
-    if known or not (isinstance(error, AttributeError | ImportError) or _in_a_library(error)):
+    if known is _DOWNLOAD:
+        made = option_for(error)
+        return f"{known}, or have it made of its shapes: {made}" if made else known
+    called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
+    if known or not (called or isinstance(error, AttributeError | ImportError) or _raising(error)):
         return known
-    other = unmet(script)
+    other = next(filter(None, (unmet(script, package) for package in (*_raising(error), ""))), "")
     return f"{other}, {_OTHER_VERSION}" if other else ""
 
 
-def _in_a_library(error: BaseException) -> bool:
-    """Whether a package raised, of what a script gave it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and "site-packages" in frames[-1].filename
+def _raising(error: BaseException) -> list[str]:
+    """Packages that were running where one of them raised, the innermost first; none where the script did."""
+    frames = [Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
+    if not frames or "site-packages" not in frames[-1]:
+        return []
+    within = [parts[parts.index("site-packages") + 1] for parts in frames if "site-packages" in parts]
+    return list(dict.fromkeys(reversed(within)))
 
 
 def _of_package(error: ImportError, name: str, script: Path) -> str:
@@ -429,7 +447,7 @@ class OnTheDevice(TorchFunctionMode):
         try:
             out = self._run(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            made = known_values.computed(func, args, kwargs)
+            made = self._found(func, args, kwargs)
             return _marked(made) if any(isinstance(a, Tensor) and on_gpu(a) for a in args) else made
         if known_values.spread(func, args, out):
             self._note("how many tokens each expert takes is not known: they are taken to be spread evenly")
@@ -437,6 +455,17 @@ class OnTheDevice(TorchFunctionMode):
             known_values.follow(func, args, kwargs, out)
         keep_finite(func, args, out)
         return out
+
+    def _found(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a function makes whose size values say: those that are known, or what the user said of the line."""
+        try:
+            return known_values.computed(func, args, kwargs)
+        except DynamicOutputShapeException as error:
+            if not finds(error.func):
+                raise
+            count = decided_size(str(error.func).split(".")[1])
+        with finding(count):
+            return self._run(func, args, kwargs)
 
     def _moved(self, func: Any, args: Any, kwargs: Any, gpu: bool) -> Any:
         """What is brought to the GPU, or to the host, with the values that are known of it."""

@@ -15,11 +15,13 @@ import os
 import random
 import shutil
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import numpy as np
 import torch
@@ -40,10 +42,12 @@ class Fakes:
     Attributes:
         data: name of a data set -> a file of rows with its columns (JSON lines, CSV, Parquet); None: as published.
         weights: name on the hub -> the configuration of the model, as its config.json has it.
+        files: names of files of weights that PyTorch downloads (`resnet50-0676ba61.pth`).
     """
 
     data: Mapping[str, Path | None] = field(default_factory=dict)
     weights: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: frozenset[str] = frozenset()
 
 
 @contextmanager
@@ -66,7 +70,7 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
             elif file is None and name in _WORDS_OF:
                 stack.enter_context(_encoding(name, note))
             elif file is None and name not in _COLUMNS:
-                raise UnknownNameError("data set", name, [*_IMAGES, *_COLUMNS, *_WORDS_OF])
+                raise UnknownNameError("data set", name, [*_IMAGES, *_COLUMNS, *_WORDS_OF], _BY_ROWS.format(name))
         rows = {name: file for name, file in fakes.data.items() if name not in (*_IMAGES, *_WORDS_OF)}
         if rows:
             package = _package("datasets")
@@ -74,6 +78,9 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
                 stack.enter_context(patched(owner, "load_dataset", lambda f: _rows(rows, f, note)))
             if importlib.util.find_spec("evaluate") is not None:
                 stack.enter_context(patched(_package("evaluate"), "load", lambda _: lambda *_, **__: _Metric()))
+        if fakes.files:
+            for kept in _files(fakes.files, note):
+                stack.enter_context(kept)
         if fakes.weights:
             folder = str(_hub(fakes, note))
             # Read from the environment as the package is imported, which may have been before.
@@ -91,6 +98,45 @@ def _package(name: str) -> Any:
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         raise MissingExtraError(name.partition(".")[0], "torch", "making data of its kind")
     return importlib.import_module(name)
+
+
+_BY_ROWS = "any other by a few lines with its columns: {0}=rows.jsonl"
+# Function of a package that asks for what is downloaded: its argument with the name.
+_ASKING = {
+    "load_dataset": "path", "from_pretrained": "pretrained_model_name_or_path", "hf_hub_download": "repo_id",
+    "load_state_dict_from_url": "url",
+}  # fmt: skip
+
+
+def option_for(error: BaseException) -> str:
+    """The option that makes what could not be downloaded; "" where nobody asked for it that a fake stands for.
+
+    Args:
+        error: what the script raised; who asked, and for what, is in its frames.
+    """
+    option = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package, asking = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if package.startswith("torchvision.datasets") and type(frame.f_locals.get("self")).__name__ in _IMAGES:
+            return f"--fake-data {type(frame.f_locals['self']).__name__}"
+        asked = frame.f_locals.get(_ASKING.get(asking, ""))
+        if isinstance(asked, str) and asked:
+            return _option(asking, asked)
+        if package.partition(".")[0] in _MAKERS:
+            option = "--fake-data NAME, --fake-weights NAME"
+    return option
+
+
+_MAKERS = ("datasets", "huggingface_hub", "tiktoken", "tokenizers", "transformers")
+
+
+def _option(asking: str, asked: str) -> str:
+    if asking == "load_dataset":
+        rows = "" if asked in _COLUMNS else "=rows.jsonl (a few lines with its columns)"
+        return f"--fake-data {asked}{rows}"
+    if asking == "load_state_dict_from_url":
+        return f"--fake-weights {_file_of(asked)}"
+    return f"--fake-weights {asked}, or {asked}=DIR with its config.json"
 
 
 # -- images of torchvision --------------------------------------------------------------------------------------
@@ -159,8 +205,8 @@ def _encoding(name: str, note: NoteTaker) -> Iterator[None]:
 
 _GLUE = {"sentence1": 22, "sentence2": 22, "label": ("not_equivalent", "equivalent"), "idx": int}
 _WIKI = {"text": 60}
-# Name on the hub: columns, each with the words of a text (a choice of ours: cards do not state them), the names of
-# its classes or `int`; rows of each split, as the data set's card has both.
+# Name on the hub: columns, each with the words of a text (a choice of ours: cards do not state them), the size
+# of an image, the names of its classes or `int`; rows of each split, as the data set's card has both.
 _COLUMNS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "nyu-mll/glue": (_GLUE, {"train": 3668, "validation": 408, "test": 1725}),  # of the configuration mrpc
     "roneneldan/TinyStories": ({"text": 170}, {"train": 2_119_719, "validation": 21_990}),
@@ -173,6 +219,17 @@ _COLUMNS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     ),
     "stanfordnlp/imdb": ({"text": 230, "label": ("neg", "pos")}, {"train": 25_000, "test": 25_000}),
 }  # fmt: skip
+_DIGITS_OF_HUB = {"image": _DIGITS, "label": tuple(map(str, range(10)))}
+_DIGITS_ROWS = {"train": 60_000, "test": 10_000}
+_COLUMNS |= {
+    "mnist": (_DIGITS_OF_HUB, _DIGITS_ROWS), "ylecun/mnist": (_DIGITS_OF_HUB, _DIGITS_ROWS),
+    "fashion_mnist": (_DIGITS_OF_HUB, _DIGITS_ROWS),
+    "zalando-datasets/fashion_mnist": (_DIGITS_OF_HUB, _DIGITS_ROWS),
+    "uoft-cs/cifar10": (
+        {"img": _PICTURES, "label": tuple(map(str, range(10)))}, {"train": 50_000, "test": 10_000},
+    ),
+}  # fmt: skip
+_COLUMNS["cifar10"] = _COLUMNS["uoft-cs/cifar10"]
 _WORDS = 1000
 
 
@@ -207,7 +264,10 @@ def _made(columns: Mapping[str, Any], count: int) -> Any:
     rows: dict[str, list[Any]] = {}
     features = {}
     for name, kind in columns.items():
-        if isinstance(kind, tuple):
+        if isinstance(kind, tuple) and isinstance(kind[0], int):
+            blank = importlib.import_module("PIL.Image").fromarray(np.zeros(kind, np.uint8))
+            rows[name], features[name] = [blank] * count, package.Image()
+        elif isinstance(kind, tuple):
             rows[name] = [number % len(kind) for number in range(count)]
             features[name] = package.ClassLabel(names=list(kind))
         elif kind is int:
@@ -217,6 +277,56 @@ def _made(columns: Mapping[str, Any], count: int) -> Any:
             rows[name] = [" ".join(f"w{drawn.randrange(_WORDS)}" for _ in range(length)) for length in lengths]
             features[name] = package.Value("string")
     return package.Dataset.from_dict(rows, features=package.Features(features))
+
+
+class AnyWeights(dict[str, Any]):
+    """What a file of weights has, for whichever model takes it: parts are such weights, too, and names none."""
+
+    def __missing__(self, name: str) -> AnyWeights:
+        """A part of it, as `file["model"]`."""
+        return self
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        """Of what is not to be taken there is nothing."""
+        del name
+        return default
+
+
+def _file_of(url: str) -> str:
+    return Path(urlparse(url).path).name
+
+
+def _files(names: frozenset[str], note: NoteTaker) -> Iterator[Any]:
+    """In the contexts, files that PyTorch downloads are there; a model has what they say already."""
+    fetched: set[Path] = set()
+
+    def downloading(original: Callable[..., Any]) -> Callable[..., Any]:
+        def download(url: str, dst: Any, *args: Any, **kwargs: Any) -> Any:
+            if _file_of(url) not in names:
+                return original(url, dst, *args, **kwargs)
+            note(f"{_file_of(url)}: weights of the shapes of the model that takes them, as --fake-weights asks")
+            fetched.add(Path(dst).absolute())
+
+        return download
+
+    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            there = isinstance(f, str | os.PathLike) and Path(f).absolute() in fetched
+            return AnyWeights() if there else original(f, *args, **kwargs)
+
+        return load
+
+    def taking(original: Callable[..., Any]) -> Callable[..., Any]:
+        def take(module: torch.nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(state_dict, AnyWeights):
+                return original(module, module.state_dict(), *args, **kwargs)
+            return original(module, state_dict, *args, **kwargs)
+
+        return take
+
+    yield patched(torch.hub, "download_url_to_file", downloading)
+    yield patched(torch, "load", loading)
+    yield patched(torch.nn.Module, "load_state_dict", taking)
 
 
 class _Metric:

@@ -64,6 +64,7 @@ from echograph.frontend.pytorch.recorder import HANDLES, OperatorRecorder
 from echograph.frontend.pytorch.shapes import Results, Shapes
 from echograph.frontend.scripts import places
 from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communication_of
+from echograph.frontend.scripts.found import found
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.micro_batches import BACKWARD_PASS, micro_batches
 from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
@@ -654,7 +655,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             raise CaptureError(f"this {NO_GPU}")
         if self.untouched is not None and args and args[0] is self.untouched:
             return self.untouched
-        out = self._shapes.call(func, args, kwargs | {"device": _CPU} if elsewhere else kwargs)
+        out = found(func, args, kwargs)
+        if out is None:
+            out = self._shapes.call(func, args, kwargs | {"device": _CPU} if elsewhere else kwargs)
         if elsewhere:
             places.mark(out)
         else:

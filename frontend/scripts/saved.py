@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,16 +32,20 @@ class Saved:
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
-        self._kept: dict[str, Any] = {}
+        self._kept: dict[str | bytes, Any] = {}
 
     def saving(self, original: Callable[..., Any]) -> Callable[..., None]:
-        """`torch.save` that keeps what it is given."""
+        """`torch.save` that keeps what it is given; into a stream without a name it writes what stands for it."""
         del original
 
         def save(obj: Any, f: Any, *_: Any, **__: Any) -> None:
             self._note("torch.save writes nothing: there are no values to save")
             if (name := _file(f)) is not None:
                 self._kept[name] = obj
+            elif hasattr(f, "write"):  # what it writes stands for it, wherever the script takes that
+                mark = _MARK + uuid.uuid4().hex.encode()
+                self._kept[mark] = obj
+                f.write(mark)
 
         return save
 
@@ -48,15 +53,41 @@ class Saved:
         """`torch.load` that gives a copy of what the run saved there, and reads all other files."""
 
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            name = _file(f)
-            if name is None or name not in self._kept:
+            name: str | bytes | None = _file(f)
+            if name not in self._kept:
+                name = _mark(f)
+            if name is None:
                 return original(f, *args, **kwargs)
+            if name not in self._kept:
+                raise CaptureError(
+                    f"{_file(f) or f}: a capture that has ended wrote it, without values: remove it"
+                )
             try:
                 return copy.deepcopy(self._kept[name])
             except (TypeError, RuntimeError, NotImplementedError):  # a process group, a lock
                 return self._kept[name]
 
         return load
+
+
+_MARK = b"echograph keeps what was saved: "
+_LENGTH = len(_MARK) + len(uuid.uuid4().hex)
+
+
+def _mark(f: Any) -> bytes | None:
+    """What stands for a saved object in a file or a stream; None where something else is in it."""
+    if isinstance(f, str | os.PathLike):
+        if not Path(f).is_file():
+            return None
+        with Path(f).open("rb") as file:
+            head: bytes = file.read(_LENGTH)
+    else:
+        if not (hasattr(f, "read") and hasattr(f, "seek")):
+            return None
+        at = f.tell()
+        head = f.read(_LENGTH)
+        f.seek(at)
+    return head if head.startswith(_MARK) else None
 
 
 # Names of types in the header of a file of safetensors, and PyTorch's.

@@ -43,7 +43,7 @@ NoteTaker = Callable[[str], None]
 _NOTE: ContextVar[NoteTaker] = ContextVar("note")
 _PRINTED: ContextVar[bool] = ContextVar("printed", default=False)
 
-_DECIDED: ContextVar[Mapping[str, bool]] = ContextVar("decided")
+_DECIDED: ContextVar[Mapping[str, bool | int]] = ContextVar("decided")
 _FINITE = "_echograph_finite"
 
 
@@ -77,10 +77,11 @@ def answer(tensor: Tensor, note: NoteTaker) -> Any:
 
 
 @contextmanager
-def deciding(lines: Mapping[str, bool], note: NoteTaker = lambda _: None) -> Iterator[None]:
+def deciding(lines: Mapping[str, bool | int], note: NoteTaker = lambda _: None) -> Iterator[None]:
     """In the context, a script goes the way that was chosen where values decide: `file.py:line` -> which.
 
-    One of `file.py` is of all its lines that have none of their own. What a library decides is noted.
+    Where they decide how many elements an operator finds, that is. One of `file.py` is of all its lines that
+    have none of their own. What a library decides is noted.
     """
     tokens = _DECIDED.set(lines), _NOTE.set(note)
     try:
@@ -110,12 +111,35 @@ def _decided(where: str, what: str) -> bool:
     Raises:
         CaptureError: nobody said.
     """
-    lines = _DECIDED.get({})
-    chosen = lines.get(where, lines.get(where.partition(":")[0]))
-    if chosen is None:
+    chosen = _chosen(where)
+    if not isinstance(chosen, bool):
         raise CaptureError(
             f"{where}: {what} decides what the script does, and a capture has no values: decide on steps or "
             f"settings instead, or say which way it goes by --decide {where}=yes (or =no)"
+        )
+    return chosen
+
+
+def _chosen(where: str) -> bool | int | None:
+    lines = _DECIDED.get({})
+    return lines.get(where, lines.get(where.partition(":")[0]))
+
+
+def decided_size(operator: str) -> int:
+    """How many elements an operator finds, of which values say how many.
+
+    Args:
+        operator: by name, for the line that asks.
+
+    Raises:
+        CaptureError: nobody said.
+    """
+    where = caller() or asked()
+    chosen = _chosen(where)
+    if chosen is None or isinstance(chosen, bool):
+        raise CaptureError(
+            f"{where}: how many elements '{operator}' finds depends on the values of a tensor, which a capture "
+            f"does not have: say how many by --decide {where}=64 (or another number), or leave it out"
         )
     return chosen
 

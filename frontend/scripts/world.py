@@ -32,7 +32,8 @@ class World:
         size: ranks of the job.
         local_size: ranks of a machine.
         gpus: whether it has a GPU for each of them.
-        decided: which way the script goes at lines (`file.py:line`) where a tensor's value decides.
+        decided: which way the script goes at lines (`file.py:line`) where a tensor's value decides, or how many
+            elements it finds there.
         told: objects that ranks which ran before told all others; worlds that are copies share it.
         unlike: calls to which ranks give different integers: what comes out of them is not known.
         given: what the rank gave to such calls; None where it is no integer that the host knows.
@@ -43,7 +44,7 @@ class World:
     size: int = 1
     local_size: int = 8
     gpus: bool = True
-    decided: Mapping[str, bool] = field(default_factory=dict)
+    decided: Mapping[str, bool | int] = field(default_factory=dict)
     told: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict, compare=False, repr=False)
     unlike: frozenset[Shared] = frozenset()
     given: dict[Shared, Any] = field(default_factory=dict, init=False, compare=False, repr=False)

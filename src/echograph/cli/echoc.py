@@ -232,7 +232,10 @@ def capture_command(
     ] = "cuda",
     decide: Annotated[
         list[str] | None,
-        typer.Option(help="Which way the script goes where a tensor's value decides: train.py:12=no, train.py=no"),
+        typer.Option(
+            help="Which way the script goes where a tensor's value decides: train.py:12=no, train.py=no; or "
+            "how many elements its values find: train.py:14=64"
+        ),
     ] = None,
     ranks: Annotated[
         str, typer.Option(help="Which ranks to run: roles (one of each that differ), or numbers as 0,5.")

@@ -28,7 +28,7 @@ def capture(
     world_size: int = 8,
     local_size: int = 8,
     gpus: bool = True,
-    decided: Mapping[str, bool] = _NONE,
+    decided: Mapping[str, bool | int] = _NONE,
     ranks: Sequence[int] = (),
     step: int | None = None,
     whole: bool = False,
@@ -52,7 +52,8 @@ def capture(
         world_size: ranks of the job.
         local_size: ranks of a machine.
         gpus: whether the script finds a GPU for each rank.
-        decided: which way the script goes where a tensor's value decides: {"train.py:12": False}.
+        decided: which way the script goes where a tensor's value decides: {"train.py:12": False}; or how many
+            elements an operator finds there: {"train.py:14": 64}.
         ranks: those that are run; none: one of each that differ.
         step: which training step is recorded, from 1; None: the first steady one.
         whole: let the script go on after that step.
@@ -95,7 +96,7 @@ def capture_script_file(
     world_size: int,
     local_size: int,
     gpus: bool,
-    decided: Mapping[str, bool],
+    decided: Mapping[str, bool | int],
     ranks: Sequence[int],
     step: int | None,
     whole: bool,
@@ -153,7 +154,11 @@ def capture_script_file(
         "whole": whole, "host": _units(adapter.host) if measure_host else None, "strict": strict,
         "fakes": Fakes(
             data={name: None if file is None else _there(name, file) for name, file in fake_data.items()},
-            weights={name: _configuration(name, model) for name, model in fake_weights.items()},
+            weights={
+                name: _configuration(name, model)
+                for name, model in fake_weights.items() if not _is_file(name)
+            },
+            files=frozenset(filter(_is_file, fake_weights)),
         ),
     }  # fmt: skip
     run = Script(path=script, **asked) if script is not None else Script.of_module(module, **asked)
@@ -169,6 +174,11 @@ def _units(framework: str) -> HostUnits:
     from echograph.profiler.costs.host import load_units
 
     return load_units(framework)
+
+
+def _is_file(name: str) -> bool:
+    """Whether it names a file of weights, and not a model of the hub."""
+    return name.endswith((".pth", ".pt"))
 
 
 def _there(name: str, file: str | Path) -> Path:
@@ -199,8 +209,10 @@ def parse_fakes(texts: Sequence[str]) -> dict[str, str | None]:
     return {name: what or None for name, _, what in parts}
 
 
-def parse_decision(text: str) -> tuple[str, bool]:
-    """A line of a script, or all of its lines, and which way it goes: from "train.py:12=no" or "train.py=no".
+def parse_decision(text: str) -> tuple[str, bool | int]:
+    """A line of a script, or all of its lines, and which way it goes, or how many elements are found there.
+
+    From "train.py:12=no", "train.py=no" or "train.py:14=64".
 
     Raises:
         UsageError: the text says something else.
@@ -208,9 +220,9 @@ def parse_decision(text: str) -> tuple[str, bool]:
     where, _, which = text.rpartition("=")
     name, _, line = where.rpartition(":")
     named = bool(name) and line.isdecimal() if ":" in where else where.endswith(".py")
-    if not named or which not in ("yes", "no"):
+    if not named or not (which in ("yes", "no") or which.isdecimal()):
         raise UsageError(
             f"--decide {text}: give a line of the script, or a file for all of its lines, and which way it goes, "
-            "as train.py:12=no"
+            "as train.py:12=no, or how many elements values find there, as train.py:14=64"
         )
-    return where, which == "yes"
+    return where, int(which) if which.isdecimal() else which == "yes"

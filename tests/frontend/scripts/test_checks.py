@@ -335,6 +335,7 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
             "from numpy import no_such",
             r"no such name: .*requirements.txt asks for numpy<1.0, and",
         ),
+        ("torch==1.0.0", "torch.nn.Linear(1, 1, of=3)", "requirements.txt asks for torch==1.0.0, and"),
         (
             "torch>=2.0,<9\nnumpy>=1.0\nno_such_package==1",
             "torch.nn.Linear(1, 1)._handles",

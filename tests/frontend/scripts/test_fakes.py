@@ -105,6 +105,57 @@ def test_what_is_not_named_says_how_to_name_it(tmp_path: Path) -> None:
         run(tmp_path, text, Fakes())
 
 
+HUB = """import torch
+from torch.hub import load_state_dict_from_url
+model = torch.nn.Linear(4, 2)
+held = load_state_dict_from_url("https://nowhere.invalid/models/small-1234.pth", progress=False{checked})
+model.load_state_dict({taken})
+model.cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(3, 4).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("taken", ["held", "held['model']", "held.get('state_dict', held)"])
+def test_a_file_of_weights_that_pytorch_downloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    text = HUB.format(taken=taken, checked=", check_hash=True")
+    found = run(tmp_path, text, Fakes(files=frozenset({"small-1234.pth"}))).recorder
+    assert any("small-1234.pth: weights of the shapes" in note for note in found.notes)
+    assert any(tuple(node.meta["val"].shape) == (2, 4) for node in found.graph.nodes if "role" in node.meta)
+
+
+def test_a_download_that_fails_names_the_option_that_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    text = HUB.format(taken="held", checked="")
+    with pytest.raises(CaptureError, match=r"^train\.py:4: .*: --fake-weights small-1234\.pth$"):
+        run(tmp_path, text, Fakes())
+
+
+def test_pictures_of_the_hub(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    text = """import torch
+from datasets import load_dataset
+import numpy as np
+rows = load_dataset("ylecun/mnist", split="train")
+model = torch.nn.Linear(784, 10).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for row in rows:
+    picture = torch.from_numpy(np.asarray(row["image"]).astype("float32"))
+    out = model(picture.cuda().flatten()[None])
+    torch.nn.functional.cross_entropy(out, torch.tensor([row["label"]]).cuda()).backward()
+    optimizer.step()
+"""
+    found = run(tmp_path, text, Fakes(data={"ylecun/mnist": None})).recorder
+    assert any(tuple(getattr(n.meta.get("val"), "shape", ())) == (1, 784) for n in found.graph.nodes)
+
+
 def test_words_of_the_options(tmp_path: Path) -> None:
     assert parse_fakes(["MNIST", "a/b=rows.jsonl"]) == {"MNIST": None, "a/b": "rows.jsonl"}
     script = tmp_path / "train.py"

@@ -255,6 +255,21 @@ def test_a_package_that_is_missing_or_another_version_says_which(name: str, part
     assert what in remedy(_raised(name, part), Path("train.py"))
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("Could not load this library: /there/site-packages/torchaudio/lib/a.so", "built for another PyTorch"),
+        ("operator torchvision::nms does not exist", "built for another PyTorch"),
+        ("There was no rule registered for HigherOrderOperator flex_attention", "scaled_dot_product_attention"),
+        ("CUDA_HOME is not set", "compiles kernels of its own"),
+        ("Download failure for there.zip", "to where the script looks for it"),
+        ("<urlopen error>", "to where the script looks for it (a cache counts, as HF_HOME's)"),
+    ],
+)
+def test_an_error_of_a_package_says_what_to_do(text: str, what: str) -> None:
+    assert what in remedy(RuntimeError(text), Path("train.py"))
+
+
 LAUNCHED = """import os, sys, torch
 assert sys.argv[1:] == {argv}, sys.argv
 assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("5", "16"), os.environ["RANK"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from echograph.errors import CaptureError
 from echograph.frontend.scripts.run import Script, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
@@ -43,3 +44,32 @@ def test_headers_of_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path.write_text(LOADED)
     assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded
     assert safetensors.safe_open is original
+
+
+STREAMED = """import io, torch
+model = torch.nn.Linear(8, 4).cuda()
+stream = io.BytesIO()
+torch.save({"model": model.state_dict(), "seen": 3}, stream)
+with open("kept.pt", "wb") as file:
+    file.write(stream.getvalue())
+stream.seek(0)
+for held in (torch.load(stream), torch.load("kept.pt"), torch.load(open("kept.pt", "rb"))):
+    assert held["seen"] == 3 and held["model"]["weight"].shape == (4, 8)
+    model.load_state_dict(held["model"])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.ones(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_what_is_saved_into_a_stream_is_where_its_bytes_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(STREAMED)
+    assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded
+    path.write_text("import torch\ntorch.load('kept.pt')\n")
+    with pytest.raises(CaptureError, match=r"^train\.py:2: .*kept\.pt: a capture that has ended wrote it"):
+        run_script(Script(path=path), World(), TorchAdapter())

@@ -1,0 +1,105 @@
+"""Sizes that values decide, as the user said them: `--decide train.py:12=64`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx import Node
+
+from echograph.errors import CaptureError, UsageError
+from echograph.frontend.scripts.capture import capture_script
+from echograph.frontend.scripts.run import Script, run_script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+from echograph.workflow.capture import parse_decision
+
+_TRAIN = """
+import torch
+
+model = torch.nn.Linear(16, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    out = model(torch.randn(32, 16, device="cuda"))
+    {line}
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+_LINE = 8
+
+
+def _script(folder: Path, line: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(_TRAIN.format(line=line))
+    return path
+
+
+def _nodes(script: Path, decided: Mapping[str, bool | int]) -> list[Node]:
+    run = run_script(Script(path=script), World(size=1, decided=decided), TorchAdapter())
+    return [node for node in run.recorder.graph.nodes if node.op == "call_function"]
+
+
+def _shape(made: object) -> tuple[int, ...]:
+    made = made[0] if isinstance(made, tuple) else made
+    return tuple(made.shape) if isinstance(made, torch.Tensor) else ()
+
+
+@pytest.mark.parametrize(
+    ("line", "shapes"),
+    [
+        ("loss = out[out.sum(1) > 0].sum()", {"aten.index": (5, 8)}),
+        ("loss = out[:, out.sum(0) > 0].sum()", {"aten.index": (32, 5)}),
+        ("loss = torch.masked_select(out, out > 0).sum()", {"aten.masked_select": (5,)}),
+        (
+            "loss = out[(out.sum(1) > 0).nonzero().squeeze(1)].sum()",
+            {"aten.nonzero": (5, 1), "aten.index": (5, 8)},
+        ),
+        ("loss = out.sum() * out.argmax(1).unique().numel()", {"aten._unique2": (5,)}),
+        ("loss = out[torch.where(out > 0)].sum()", {"aten.nonzero": (5, 2), "aten.index": (5,)}),
+        ("loss = out.repeat_interleave(out.argmax(1), dim=0).sum()", {"aten.repeat_interleave": (5,)}),
+    ],
+)
+def test_an_operator_finds_as_many_as_were_said(
+    tmp_path: Path, line: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    nodes = _nodes(_script(tmp_path, line), {f"train.py:{_LINE}": 5})
+    made = {str(node.target).rpartition(".")[0]: _shape(node.meta["val"]) for node in nodes}
+    assert {operator: made.get(operator) for operator in shapes} == shapes
+
+
+def test_the_job_has_them(tmp_path: Path) -> None:
+    line = "loss = (out[out.sum(1) > 0] @ torch.randn(8, 24, device='cuda')).sum()"
+    world = World(size=1, decided={"train.py": 5})
+    captured = capture_script(Script(path=_script(tmp_path, line)), world, TorchAdapter())
+    ops = captured.graph.ops
+    assert 2 * 5 * 8 * 24 in ops.flops.tolist()  # the product of what was found
+
+
+def test_who_says_no_size_is_asked_for_one(tmp_path: Path) -> None:
+    script = _script(tmp_path, "loss = out[out.sum(1) > 0].sum()")
+    decisions: list[dict[str, bool | int]] = [{}, {"train.py": True}]
+    for decided in decisions:
+        with pytest.raises(CaptureError, match=rf"^train.py:{_LINE}: how many elements .*train.py:{_LINE}=64"):
+            _nodes(script, decided)
+
+
+def test_a_size_is_no_answer_to_which_way(tmp_path: Path) -> None:
+    script = _script(tmp_path, "loss = out.sum() if out.sum() > 0 else -out.sum()")
+    with pytest.raises(CaptureError, match=rf"--decide train.py:{_LINE}=yes"):
+        _nodes(script, {f"train.py:{_LINE}": 5})
+
+
+def test_known_values_are_not_overruled(tmp_path: Path) -> None:
+    nodes = _nodes(_script(tmp_path, "loss = out[torch.arange(32) > 20].sum()"), {"train.py": 5})
+    assert (11, 8) in [_shape(node.meta["val"]) for node in nodes]
+
+
+def test_what_decide_takes() -> None:
+    assert parse_decision("train.py:14=64") == ("train.py:14", 64)
+    assert parse_decision("train.py=0") == ("train.py", 0)
+    for text in ("train.py:14=-1", "train.py:14=many", "train:64"):
+        with pytest.raises(UsageError, match=r"train\.py:14=64"):
+            parse_decision(text)
