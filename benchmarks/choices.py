@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from echograph.models.stacks import load_stack
 from echograph.profiler.costs import estimate, power
@@ -102,17 +101,6 @@ def rules(leave_out: Callable[[Any], bool]) -> Callable[[], Undo]:
     return without
 
 
-def one_clock() -> Undo:
-    """All kernels of a step have the clock that their power together allows: the other limit."""
-    alone = power.sustained_clock
-
-    def together(model: Any, *columns: np.ndarray) -> np.ndarray:
-        clock = alone(model, *(np.array([column.sum()]) for column in columns))
-        return np.full(len(columns[0]), clock[0])
-
-    return setting(estimate, sustained_clock=together)
-
-
 CHOICES = (
     Choice(
         name="boards differ, and a step waits for the slowest (1.5 %); without: all alike",
@@ -120,13 +108,6 @@ CHOICES = (
         without=lambda: setting(power, slowest_of=lambda boards, spread: 1.0),
         source="Sinha et al. 2022, a study of older boards",
         independent=True,
-    ),
-    Choice(
-        name="a clock for each kernel; without: one for the step",
-        families=("dgxc", "mbridge", "mlperf", "titan", "mpt"),
-        without=one_clock,
-        source="none: a B200 took 50 to 100 ms to lower its clock (flashinfer#2899), which speaks for one",
-        independent=False,
     ),
     Choice(
         name="FP8 products of gradients take 1.15 times as long on Hopper; without: 1",
@@ -297,10 +278,10 @@ CHOICES = (
         independent=True,
     ),
     Choice(
-        name="FlashAttention-2 on H100 draws what a long run showed; without: what products draw",
+        name="FlashAttention-2 on Hopper draws what was measured; without: what products draw",
         families=("titan", "mpt"),
         without=lambda: setting(PowerModel, joules_of=_of_products),
-        source="pytorch/benchmark, pull request 2296",
+        source="an H200, measured (benchmarks/measured/h200_power.csv)",
         independent=True,
     ),
     Choice(

@@ -30,6 +30,7 @@ class Stack:
             library of fused kernels has them, or all that a compiler finds ("step"), or finds in each layer
             ("layers"); "": none.
         unfused: operators of which a library of fused kernels has none: a part of a layer with one stays as it is.
+        padded_products: whether operands of products are padded to multiples of 16 bytes.
         repeated_heads: whether keys and values are copied for every query head, where queries are grouped.
         complex_rotation: whether rotary embeddings are products of complex numbers in fp32, which nothing fuses.
         loss: "eager" or "fused" cross-entropy.
@@ -75,6 +76,7 @@ class Stack:
     attention: tuple[str, ...] = ()
     fuse: Literal["", "modules", "layers", "step"] = ""
     unfused: tuple[str, ...] = ()
+    padded_products: bool = False
     repeated_heads: bool = False
     complex_rotation: bool = False
     loss: Literal["", "eager", "fused"] = ""

@@ -10,6 +10,8 @@ from echograph.ir.graph import StepGraph
 from echograph.ir.passes.rewrite import StepWriter
 
 SUFFIX = ".attention"
+PADDED = ".padded"
+"""Behind the name of a product whose operands are padded where their rows are no multiples of 16 bytes."""
 """What follows a kernel's name in the operator of its forward pass."""
 
 

@@ -361,6 +361,7 @@ class PowerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What a device draws: `static_W` always, and energy for each FLOP (by peak) and byte at full voltage.
 
     `joules_per_attention_flop` has the kernels of attention whose own energy was measured, which count instead.
+    `vector_W` is what kernels without tensor cores draw beyond `static_W` and their bytes.
     `limit_W` is the board's; `power.py` has the equations.
     """
 
@@ -370,6 +371,7 @@ class PowerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     joules_per_byte: _Seconds
     source: str
     joules_per_attention_flop: dict[str, _Seconds] = {}
+    vector_W: Annotated[float, msgspec.Meta(ge=0, le=1e4)] = 0.0
 
     def joules_of(self, peak: str, kernel: str = "") -> float:
         """Joules of a FLOP at a peak, in a kernel of attention or in none ("")."""

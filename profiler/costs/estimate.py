@@ -21,6 +21,7 @@ from echograph.ir.columns import NONE, Float64, Int64, TensorTable
 from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate
 from echograph.ir.passes.fuse import DRAWS
+from echograph.ir.passes.kernels import PADDED
 from echograph.ir.types import (
     Attention,
     Compute,
@@ -56,7 +57,7 @@ from echograph.profiler.costs.gemm import (
     gemm,
     grouped_gemm,
 )
-from echograph.profiler.costs.power import sustained_clock
+from echograph.profiler.costs.power import PACED_AT, PACED_OF_PRODUCTS, sustained_clock
 from echograph.units import PS_PER_S, to_ps
 
 DTYPE_NAMES = {
@@ -219,12 +220,10 @@ def _known(
 def _sustained(
     graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[PowerDraw], core_of: Int64, picoseconds: Int64
 ) -> Int64:
-    """The durations in a long run, each kernel at the clock that its own power allows.
+    """The durations in a long run, all at the clock that their mean power allows (`power.py`).
 
-    `cores` are those that differ, `core_of` says which each of the rows `at` has.
-
-    What a product takes beyond its FLOPs at the rate of a burst is not paced by the clock. Attention stays below
-    the peak because its warps wait for each other: all but the time that its operands take to move is paced.
+    `cores` are those that differ, `core_of` says which each of the rows `at` has. Of a product the clock paces a
+    part, of attention all but the time that its operands take to move, of other kernels nothing.
     """
     power = device.power
     if power is None or not len(at):
@@ -241,13 +240,28 @@ def _sustained(
     share = np.where(
         attends,
         1.0 - moved / (device.datasheet.memory_bandwidth_bytes_per_s * np.maximum(seconds, 1e-12)),
-        flops / (PACED_AT * peak * np.maximum(seconds, 1e-12)),
+        PACED_OF_PRODUCTS * np.minimum(1.0, flops / (PACED_AT * peak * np.maximum(seconds, 1e-12))),
     )
     paced = seconds * np.clip(share, 0.0, 1.0)
-    clock = sustained_clock(power, flops * joules, moved * power.joules_per_byte, paced, seconds - paced)
+    core_j = flops * joules + np.where(flops > 0.0, 0.0, seconds) * power.vector_W
+    memory_j = moved * power.joules_per_byte
+    runs = _runs(graph)[at]
+    totals = (float(runs @ each) for each in (core_j, memory_j, paced, seconds - paced))
+    clock = sustained_clock(power, *totals)
     slower = picoseconds.copy()
     slower[at] = np.rint((seconds + paced * (1.0 / clock - 1.0)) * PS_PER_S).astype(np.int64)
     return slower
+
+
+def _runs(graph: Graph) -> Float64:
+    """[operations] How often each is executed in a step, by all ranks of a job."""
+    if not isinstance(graph, JobGraph) or not graph.programs:
+        return graph.run_counts().astype(np.float64)
+    ranks = np.concatenate([np.full(len(p.calls), float(graph.rank_count(i))) for i, p in enumerate(graph.programs)])
+    _, first, behind = np.concatenate([program.calls for program in graph.programs])[:, :3].T
+    size = len(graph.ops) + 1
+    change = np.bincount(first, ranks, minlength=size) - np.bincount(behind, ranks, minlength=size)
+    return np.cumsum(change)[:-1]
 
 
 def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
@@ -273,22 +287,19 @@ def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
             memo[key] = _core(op, ([job.tensors[i] for i in op.inputs], []), device)
         cores.append(memo[key])
         per_flop[at] = power.joules_of(memo[key].peak, memo[key].kernel)
-    runs = np.zeros(len(ops))
-    for program in range(len(job.programs)):
-        runs += job.run_counts(program) * float(job.rank_count(program))
+    known, _, _ = ops.duration_on(device.name)
+    seconds = np.maximum(known[rows], 0) / PS_PER_S
+    flops = _executed(job, rows, cores)
+    vector_J = np.where(per_flop * flops > 0.0, 0.0, seconds) * power.vector_W
     moved = (ops.bytes_read[rows] + ops.bytes_written[rows]) * power.joules_per_byte
-    each = _executed(job, rows, cores) * per_flop + moved
+    each = flops * per_flop + vector_J + moved
     boards = job.world_size * step_s
-    return min(power.limit_W * boards, power.static_W * boards + float((each * runs[rows]).sum()))
+    return min(power.limit_W * boards, power.static_W * boards + float((each * _runs(job)[rows]).sum()))
 
 
 def _executed(graph: Graph, at: Int64, cores: Sequence[PowerDraw]) -> Float64:
     """The FLOPs that are executed: kernels of causal attention leave out what the mask hides."""
     return np.where([bool(core.kernel) for core in cores], [core.flops for core in cores], graph.ops.flops[at])
-
-
-PACED_AT = 0.75
-"""A kernel at this share of the peak, which the best ones reach, takes no time that the clock does not pace."""
 
 
 def _core(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> PowerDraw:
@@ -429,7 +440,8 @@ def _gemm(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     added, scales = _added(operands), [t for t in inputs[2:] if t.shape != outputs[0].shape]
     return _scaled(
         lambda dtype: gemm(
-            device, m, n, k, batch=batch, dtype=dtype, layout=layout, accumulator_bytes=added, quantize=not scaled
+            device, m, n, k, batch=batch, dtype=dtype, layout=layout, accumulator_bytes=added, quantize=not scaled,
+            padded=op.name.endswith(PADDED),
         ),
         a.dtype, op, device, by_rows=scaled and any(t.dtype == DType.FP32 and t.numel > 1 for t in scales),
     )  # fmt: skip

@@ -116,7 +116,7 @@ RESULT_BYTES, SINGLE_BYTES = 2.0, 4.0
 """Bytes per element of a result in bf16, which products write otherwise, and of a buffer in fp32."""
 
 MISALIGNMENT_DOUBT = 0.5
-"""Assumed: the price of a misaligned dimension, itself a guess, may be off by half of itself."""
+"""Assumed: what a misaligned dimension adds may be off by half of itself."""
 
 TABLED_FROM, CHARTED_TO = 256.0, 128.0
 """The narrowest dense products of the tables, and the widest of the charts that batches are fitted on."""
@@ -139,6 +139,7 @@ def gemm(
     layout: str = "TN",
     accumulator_bytes: float = 0.0,
     quantize: bool = True,
+    padded: bool = False,
 ) -> CostEstimate:
     """Cost of a (batched) matrix product.
 
@@ -152,6 +153,7 @@ def gemm(
         layout: "TN", "NN" or "NT": which operands are read transposed.
         accumulator_bytes: per element of the buffer that the result is added to (a main gradient); 0: of none.
         quantize: below 16 bits only: include the cast of A from bf16 with its scale, as the measured rows do.
+        padded: whether dimensions that are no multiples of 16 bytes are padded.
 
     Raises:
         UnknownNameError: no such dtype or layout.
@@ -162,7 +164,7 @@ def gemm(
         raise UnknownNameError("layout", layout, LAYOUTS)
     b, rows, cols, depth = as_floats(batch, m, n, k)
     seconds = gemm_seconds(model, device.datasheet, b, rows, cols, depth, quantize=quantize)
-    slower = misalignment(model, layout, rows, cols, depth)
+    slower = np.ones(rows.shape) if padded else misalignment(model, layout, rows, cols, depth)
     seconds = seconds * model.transposed_scale.get(layout, 1.0) * slower
     narrow = np.where(b > 1.0, narrowness(rows, cols, depth), 0.0)
     seconds = seconds * model.batched_scale**narrow
@@ -170,7 +172,7 @@ def gemm(
         seconds = seconds + accumulate_seconds(model, device.datasheet, b * rows * cols, accumulator_bytes)
     cost = make_cost(seconds, model.label.spread, model.label.spread_short, model.label.source)
     if not np.all(slower == 1.0):
-        cost = widen(cost, MISALIGNMENT_DOUBT * (slower - 1.0))
+        cost = widen(cost, MISALIGNMENT_DOUBT * (slower - 1.0) / slower)
     return widen(cost, model.batched_spread * narrow) if np.any(narrow) else cost
 
 

@@ -1,69 +1,75 @@
 """The clock that a board's power leaves to a step that runs for long.
 
 Tables time bursts of one kernel, at the clock that a cool board boosts to. A step runs for hours, and the board
-lowers its clock until its power is within its limit. Each kernel is taken to have a clock of its own, the slower
-of two limits; boards take some 50 to 100 ms to lower it, so that one for a step is nearer to what they do, but
-makes steps come out short (docs/accuracy.md, "Choices made while looking"):
+lowers its clock until its mean power is within its limit. It takes some 100 ms to do so, so that all kernels of a
+step have one clock: on an H200 a product of 1.4 ms is as fast beside copies, in turns of 1 to 64 kernels, as the
+mean power of both allows, and at its full clock beside three copies, while alone it runs 18 % longer
+(benchmarks/measured/h200_power.csv; docs/accuracy.md, "Power and clocks"):
 
     volts(x)   = max(FLOOR, 1 - SLOPE (1 - x))              x: the clock, over that of a burst
     seconds(x) = core_s / x + other_s                       only what the clock paces grows
-    watts(x)   = static + (flops joules_per_flop volts(x)^2 + bytes joules_per_byte) / seconds(x)
+    watts(x)   = static + (core_J volts(x)^2 + bytes joules_per_byte) / seconds(x)
+    core_J     = flops joules_per_flop, of kernels without tensor cores vector_W seconds
 
-and x is the largest, of at most 1, whose watts are within the limit. Above the floor power falls faster than the
-clock, below it at the same pace, which is why a low limit costs much.
+summed over all kernels of a step, and x is the largest, of at most 1, whose watts are within the limit. That a
+board draws less while it waits for others is not counted. Above the floor power falls faster than the clock, below
+it at the same pace, which is why a low limit costs much.
 """
 
 from __future__ import annotations
 
 from statistics import NormalDist
 
-import numpy as np
-
-from echograph.ir.columns import Bools, Float64
 from echograph.profiler.costs.device import PowerModel
 
 FLOOR, SLOPE = 0.7, 0.58
 """The least voltage that a chip of these runs at, over the highest, which is assumed, and its fall with the clock:
 with it an H100 that sustains 675 TFLOP/s in bf16 under 700 W has 560 under 500 W on three products, where loops of
-them were measured at 585, 575 and 546 (pytorch/FBGEMM, pull request 2546)."""
+them were measured at 585, 575 and 546 (pytorch/FBGEMM, pull request 2546).
+From what an H200 draws at 0.69 to 0.95 of its full clock the slope is 0.4 to 0.8 (benchmarks/measured)."""
+
+PACED_OF_PRODUCTS = 0.6
+"""Of a product's time what the clock paces: products of six shapes in bf16 ran 1.18 to 1.23 times longer at 0.73
+to 0.78 of the clock of a burst, in FP8 1.21 to 1.22 times at 0.68 to 0.73, which is 0.46 to 0.66
+(benchmarks/measured/h200_power.csv)."""
+
+PACED_AT = 0.75
+"""A product at this share of the peak, which the best ones reach, is paced as much; a slower one by less."""
 
 SLOWEST = 0.05
 HALVINGS = 40
 
 
-def volts(clock: Float64) -> Float64:
+def volts(clock: float) -> float:
     """The voltage of a clock; both over those of a burst."""
-    return np.maximum(FLOOR, 1.0 - SLOPE * (1.0 - clock))
+    return max(FLOOR, 1.0 - SLOPE * (1.0 - clock))
 
 
-def sustained_clock(
-    power: PowerModel, core_j: Float64, memory_j: Float64, core_s: Float64, other_s: Float64
-) -> Float64:
-    """The clocks that long runs of kernels settle at, over that of a burst.
+def sustained_clock(power: PowerModel, core_j: float, memory_j: float, core_s: float, other_s: float) -> float:
+    """The clock that long runs of kernels settle at, over that of a burst.
 
     Args:
         power: of the device.
-        core_j: [kernels] energy of a kernel's FLOPs at full voltage.
-        memory_j: [kernels] energy of its bytes.
-        core_s: [kernels] time that the clock paces, in bursts.
-        other_s: [kernels] all other time of it.
+        core_j: energy of what the multiprocessors do, at full voltage.
+        memory_j: energy of the bytes that move.
+        core_s: time that the clock paces, in bursts.
+        other_s: all other time.
 
     Returns:
-        [kernels], above 0 and at most 1.
+        Above 0 and at most 1.
     """
 
-    def within(clock: Float64) -> Bools:
+    def within(clock: float) -> bool:
         seconds = core_s / clock + other_s
-        drawn: Bools = power.static_W * seconds + core_j * volts(clock) ** 2 + memory_j <= power.limit_W * seconds
-        return drawn
+        return power.static_W * seconds + core_j * volts(clock) ** 2 + memory_j <= power.limit_W * seconds
 
-    low, high = np.full(core_s.shape, SLOWEST), np.ones(core_s.shape)
-    at_full = within(high) | (core_s + other_s <= 0.0)
+    if core_s + other_s <= 0.0 or within(1.0):
+        return 1.0
+    low, high = SLOWEST, 1.0
     for _ in range(HALVINGS):
         middle = 0.5 * (low + high)
-        fits = within(middle)
-        low, high = np.where(fits, middle, low), np.where(fits, high, middle)
-    return np.where(at_full, 1.0, low)
+        low, high = (middle, high) if within(middle) else (low, middle)
+    return low
 
 
 def slowest_of(boards: int, spread: float) -> float:

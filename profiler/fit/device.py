@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import DataError, OutputError
-from echograph.profiler.costs.attention import attention_shape, pass_seconds
 from echograph.profiler.costs.device import (
     FORMAT,
     SHORT_KERNEL_S,
@@ -37,13 +36,12 @@ from echograph.profiler.costs.device import (
     ScanModel,
 )
 from echograph.profiler.costs.gemm import DTYPES, STAND_IN
-from echograph.profiler.costs.power import volts
+from echograph.profiler.costs.power import PACED_OF_PRODUCTS, volts
 from echograph.profiler.fit.attention import fit_attention
 from echograph.profiler.fit.experts import fit_experts, fit_passes, layers_of_library
 from echograph.profiler.fit.facts import (
     DATASHEETS,
     DeviceFacts,
-    LongAttention,
     LongProducts,
     RowChoice,
     device_facts,
@@ -282,7 +280,7 @@ def fit_device(
         provenance=Provenance(date=date, method=METHOD, tables=dict(sorted(used.items())), holdout=DESCRIPTION),
         sustained_gemm_slowdown=sustained,
         sustained_basis=why,
-        power=_power(attention, facts, relative),
+        power=_power(facts, relative),
         scan=scan,
     )
 
@@ -613,77 +611,66 @@ def _fit_training(
 STATIC_SHARE = 0.22
 """Of a board's limit what it draws at any clock, from one GB300 at two limits: cuBLAS products at 617 TFLOP/s
 under 500 W and at 1,600 to 2,174 under 1,400 W (facebookexperimental/triton, pull request 2023), and the law of
-voltages."""
+voltages. An H200 draws 126 of its 700 W between kernels."""
 
-JOULES_PER_BYTE = 1.15e-10
-"""Of kernels that memory bounds, on random numbers for 0.3 to 1 s, all that they draw beyond static power.
+JOULES_PER_BYTE = 9.8e-11
+"""Of what moves to and from memory: copies of 2 GiB on an H200, 4.24 TB/s at 541 W, 126 of them static
+(benchmarks/measured/h200_power.csv, 2026-11-27). HBM itself takes some 30 of it."""
 
-From ai-dynamo/aiconfigurator's tables with watts: casts to FP8 of 0.1 ms and more on an H200 (4.0 TB/s at 690 W:
-133 pJ a byte), a B200 (5.3 to 6.7 TB/s at 891 to 997 W: 108 to 125) and a GB200 (5.8 to 7.1 TB/s at 929 to
-1,167 W: 105 to 128), products of one to eight rows on that GB200 (6.5 TB/s at 975 to 998 W: 110). HBM itself takes
-some 30 of it; what of the rest falls with the voltage was not measured, and none is taken to.
-"""
+VECTOR_W_PER_SM = 1.4
+"""Of a kernel without tensor cores, beyond static power and its bytes: 24 kinds of them on an H200 (the same file:
+copies, casts, activations, norms, softmax, losses, optimizers, by PyTorch and by its compiler) drew 0 to 400 W
+more than that, in the middle 190 over 132 multiprocessors; casts to FP8 on a B200 and a GB200 120 to 150 over 148
+and 152 (ai-dynamo/aiconfigurator's tables with watts)."""
 
-OF_BF16 = {"fp8": 0.57, "nvfp4": 0.39}
-"""Energy of a FLOP over one in bf16, where a device has no long run of the dtype: of GB200's, all of random
-numbers by one library (`datasheets.toml`). Two other sources say 0.48 of FP8 (loops of products with a scale a
-row on an H100 under 500 W, pytorch/FBGEMM, pull request 2546) and 0.64 (with a scale a block, which takes more
-work, on an H200 at its limit, aiconfigurator)."""
+OF_BF16 = {"fp8": 0.54, "nvfp4": 0.39}
+"""Energy of a FLOP over one in bf16, where a device has no long run of the dtype: GB200's, all of random numbers
+by one library (`datasheets.toml`). An H200 has 0.51 in FP8, with a scale a tensor or a row."""
 
 SUSTAINED_SIZE = 8192.0
 """Rows, columns and depth of the products that a long run stands for."""
 
 
-def _power(
-    attention: dict[str, AttentionModel], facts: DeviceFacts, relative: DeviceProfile | None
-) -> PowerModel | None:
-    """Energies from what the board sustains within its limit; else a relative's under this board's limit."""
+def _power(facts: DeviceFacts, relative: DeviceProfile | None) -> PowerModel | None:
+    """Energies as measured, or from what the board sustains within its limit; else a relative's."""
     known = facts.power
     if known is None:
         return None
-    static = STATIC_SHARE * known.limit_W
-    if not known.products:
+    vector_W = round(VECTOR_W_PER_SM * facts.sm_count, 1)
+    if known.measured is None and not known.products:
         if relative is None or relative.power is None:
             return None
-        theirs = relative.power
-        return msgspec.structs.replace(
-            theirs, limit_W=known.limit_W, source=f"{known.source}; energies as on {facts.relative}"
-        )
-    joules = {dtype: _joules(run, known.limit_W, static) for dtype, run in known.products.items()}
+        source = f"{known.source}; energies as on {facts.relative}"
+        return msgspec.structs.replace(relative.power, limit_W=known.limit_W, vector_W=vector_W, source=source)
+    if known.measured is not None:
+        static, sources = known.measured.static_W, [known.source, known.measured.source]
+        joules = {dtype: _significant(pJ * 1e-12) for dtype, pJ in known.measured.pJ_per_flop.items()}
+        attention = {kernel: pJ * 1e-12 for kernel, pJ in known.measured.pJ_per_attention_flop.items()}
+    else:
+        static = round(STATIC_SHARE * known.limit_W, 1)
+        joules = {dtype: _joules(run, known.limit_W, static) for dtype, run in known.products.items()}
+        sources = [known.source, *(run.source for run in known.products.values())]
+        attention = {}
     for dtype, share in OF_BF16.items():
         if dtype in facts.peak_TFLOPs and dtype not in joules:
             joules[dtype] = _significant(joules["bf16"] * share)
-    sources = [known.source, *(run.source for run in known.products.values())]
-    sources += [run.source for run in known.attention.values()]
     return PowerModel(
         limit_W=known.limit_W,
-        static_W=round(static, 1),
+        static_W=static,
         joules_per_flop=joules,
         joules_per_byte=JOULES_PER_BYTE,
+        joules_per_attention_flop={kernel: _significant(joule) for kernel, joule in attention.items()},
+        vector_W=vector_W,
         source="; ".join(dict.fromkeys(sources)),
-        joules_per_attention_flop={
-            kernel: _attention_joules(attention[kernel], run, facts.datasheet(), static)
-            for kernel, run in known.attention.items()
-        },
     )
 
 
 def _joules(run: LongProducts, limit_W: float, static_W: float) -> float:
     """Joules of a FLOP at full voltage, with which products under a limit come out at the rate of a long run."""
     traffic = run.sustained_TFLOPs * 1e12 * BYTES_PER_FLOP * JOULES_PER_BYTE
-    squared = float(volts(np.asarray(min(1.0, run.sustained_TFLOPs / run.burst_TFLOPs)))) ** 2
-    return _significant((limit_W - static_W - traffic) / (run.sustained_TFLOPs * 1e12 * squared))
-
-
-def _attention_joules(model: AttentionModel, run: LongAttention, sheet: Datasheet, static_W: float) -> float:
-    """Joules of a FLOP of a kernel of attention, with which the model's comes out at the rate of a long run."""
-    shape = attention_shape(run.batch, run.heads, run.seq, run.head_dim)
-    seconds = float(pass_seconds(model, model.forward, sheet, shape, causal=False))
-    flops = 4.0 * run.batch * run.heads * float(run.seq) ** 2 * run.head_dim
-    long = flops / (run.sustained_TFLOPs * 1e12)
-    moved = 4.0 * ELEMENT_BYTES["bf16"] * run.batch * run.heads * run.seq * run.head_dim
-    drawn = (run.measured_W - static_W) * long - moved * JOULES_PER_BYTE
-    return _significant(drawn / (flops * float(volts(np.asarray(min(1.0, seconds / long)))) ** 2))
+    longer = run.burst_TFLOPs / run.sustained_TFLOPs
+    clock = PACED_OF_PRODUCTS / (longer - 1.0 + PACED_OF_PRODUCTS)
+    return _significant((limit_W - static_W - traffic) / (run.sustained_TFLOPs * 1e12 * volts(clock) ** 2))
 
 
 BYTES_PER_FLOP = 3.0 * 2.0 / (2.0 * SUSTAINED_SIZE)

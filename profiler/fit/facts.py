@@ -55,25 +55,19 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     best_of_relative: list[str] = []
 
 
-class LongAttention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A forward pass of attention without a mask that ran long enough for the clock to settle.
+class MeasuredEnergy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a board draws at its full clock, told from runs with rests between kernels.
 
     Attributes:
-        sustained_TFLOPs: its rate.
-        measured_W: the limit of the board.
-        batch: its sizes, as the next three.
-        heads: of queries, keys and values.
-        seq: queries and keys.
-        head_dim: of all of them.
+        static_W: between kernels, its clock at the highest.
+        pJ_per_flop: of products, by dtype, their operands' traffic taken out.
+        pJ_per_attention_flop: by kernel of attention.
         source: of these figures.
     """
 
-    sustained_TFLOPs: float
-    measured_W: float
-    batch: int
-    heads: int
-    seq: int
-    head_dim: int
+    static_W: float
+    pJ_per_flop: dict[str, float]
+    pJ_per_attention_flop: dict[str, float]
     source: str
 
 
@@ -96,14 +90,14 @@ class PowerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         limit_W: of the board.
-        products: by dtype, long runs; empty: energies are the relative's.
-        attention: by kernel of attention, a long run, where its energy is not that of products.
+        measured: energies that were measured; else they are told from `products`, or are the relative's.
+        products: by dtype, long runs.
         source: of the limit.
     """
 
     limit_W: float
+    measured: MeasuredEnergy | None = None
     products: dict[str, LongProducts] = {}
-    attention: dict[str, LongAttention] = {}
     source: str
 
 

@@ -175,6 +175,30 @@ ALIGNMENT = Alignment(
     "some 1.45 times slower than aligned neighbours) for odd operands; the rest is interpolated by guess",
 )
 
+_UNALIGNED = "benchmarks/measured/h200_unaligned.csv (2026-11-27, one H200, torch 2.11.0, CUDA 13.0): medians"
+
+ALIGNMENTS = {
+    "fp32": Alignment(
+        operand={16: 1.0},
+        output={16: 1.0},
+        source=f"{_UNALIGNED}: within 4 % of aligned ones, whatever their sizes",
+    ),
+    "tf32": Alignment(
+        operand={4: 3.1, 8: 3.1, 16: 1.0}, output={4: 3.1, 8: 3.1, 16: 1.0}, source=f"{_UNALIGNED} of 4,096 a side"
+    ),
+    "bf16": Alignment(
+        operand={2: 5.2, 4: 2.9, 8: 3.0, 16: 1.0},
+        output={2: 7.3, 4: 2.7, 8: 2.7, 16: 1.0},
+        source=f"{_UNALIGNED} of 4,096 a side, and of 2,048 x 8,192 x 1,024",
+    ),
+}
+"""Of products on Hopper, by peak: those that are not aligned run kernels of Turing's instructions (sm75)."""
+
+
+def alignment_of(architecture: str, peak: str) -> Alignment:
+    """Slowdown of unaligned products: measured on Hopper, taken to be alike on Blackwell, else assumed."""
+    return ALIGNMENTS.get(peak, ALIGNMENT) if architecture in ("hopper", "blackwell") else ALIGNMENT
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
@@ -265,7 +289,7 @@ def fit_gemm(
         held_out=error,
         between_libraries=between_libraries,
     )
-    return msgspec.structs.replace(model, label=label, alignment=ALIGNMENT)
+    return msgspec.structs.replace(model, label=label, alignment=alignment_of(sheet.architecture, peak))
 
 
 def _moved(rows: Products, element_bytes: float) -> FloatArray:

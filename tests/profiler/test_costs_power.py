@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.profiler.costs import attention_forward, gemm, load_device
 from echograph.profiler.costs.device import PowerModel
-from echograph.profiler.costs.power import FLOOR, SLOPE, sustained_clock, volts
+from echograph.profiler.costs.power import FLOOR, PACED_OF_PRODUCTS, SLOPE, sustained_clock, volts
 
 
 def clock_of(power: PowerModel, *kernel: float) -> float:
     """The clock of one kernel: joules of its FLOPs and of its bytes, seconds that the clock paces, and others."""
-    return float(sustained_clock(power, *(np.array([value]) for value in kernel))[0])
-
-
-def volts_of(clock: float) -> float:
-    return float(volts(np.array([clock]))[0])
+    return sustained_clock(power, *kernel)
 
 
 def board(limit_W: float, static_W: float = 150.0) -> PowerModel:
@@ -37,7 +32,7 @@ def test_the_power_is_within_the_limit_and_no_clock_is_given_away(
     assert 0.0 < clock <= 1.0
 
     def watts(at: float) -> float:
-        return power.static_W + (core * volts_of(at) ** 2 + memory) / (core_s / at + other_s)
+        return power.static_W + (core * volts(at) ** 2 + memory) / (core_s / at + other_s)
 
     if core_s + other_s <= 0.0:
         assert clock == 1.0
@@ -55,22 +50,20 @@ def test_a_lower_limit_is_a_lower_clock_and_memory_bound_work_does_not_care() ->
 
 
 def test_the_voltage_falls_with_the_clock_to_its_floor() -> None:
-    assert volts_of(1.0) == 1.0
-    assert volts_of(0.9) == pytest.approx(1.0 - 0.1 * SLOPE)
-    assert volts_of(0.3) == volts_of(0.1) == FLOOR
+    assert volts(1.0) == 1.0
+    assert volts(0.9) == pytest.approx(1.0 - 0.1 * SLOPE)
+    assert volts(0.3) == volts(0.1) == FLOOR
     # Below the floor all but the static watts go with the clock: halving them halves it.
     half, quarter = (clock_of(board(150.0 + watts), 1000.0, 0.0, 1.0, 0.0) for watts in (150.0, 75.0))
     assert half == pytest.approx(2.0 * quarter, rel=1e-6)
 
 
-def test_kernels_settle_each_for_itself() -> None:
-    """A product that draws too much is slowed down; what runs before and after it is not."""
+def test_kernels_of_a_step_share_a_clock() -> None:
+    """A product that draws too much runs faster beside work that draws little, as the mean is what counts."""
     power = board(500.0)
-    clocks = sustained_clock(
-        power, np.array([600.0, 0.0]), np.array([20.0, 60.0]), np.array([1.0, 0.0]), np.array([0.0, 1.0])
-    )
-    assert clocks[0] == clock_of(power, 600.0, 20.0, 1.0, 0.0) < 1.0
-    assert clocks[1] == 1.0
+    alone = clock_of(power, 600.0, 20.0, 1.0, 0.0)
+    beside = clock_of(power, 600.0, 20.0 + 60.0, 1.0, 1.0)
+    assert alone < beside <= 1.0
 
 
 MEASURED_AT_500_W = [((8192, 8192, 8192), 585.23), ((65536, 8192, 7168), 575.12), ((65536, 3584, 8192), 546.31)]
@@ -85,14 +78,16 @@ def test_products_under_500_w_run_as_fast_as_was_measured(sizes: tuple[int, int,
     assert device.power is not None
     flops, moved = 2.0 * m * n * k, 2.0 * (m * k + k * n + m * n)
     joules = flops * device.power.joules_per_flop["bf16"], moved * device.power.joules_per_byte
-    seconds = burst / clock_of(device.power, *joules, burst, 0.0)
+    paced = PACED_OF_PRODUCTS * burst
+    clock = clock_of(device.power, *joules, paced, burst - paced)
+    seconds = paced / clock + burst - paced
     assert 2e-12 * m * n * k / seconds == pytest.approx(measured, rel=0.05)
     assert 2e-12 * m * n * k / burst > 1.25 * measured
 
 
 @pytest.mark.parametrize(("seq", "measured"), [(8192, 287.696), (16384, 304.199)])
 def test_long_passes_of_attention_are_as_slow_as_was_measured(seq: int, measured: float) -> None:
-    """Of 122 and 463 ms; the energy is told from one of 29 ms (pytorch/benchmark, pull request 2296)."""
+    """Of 122 and 463 ms (pytorch/benchmark, pull request 2296); the energy is another board's, an H200's."""
     device = load_device("h100-sxm-hbm2e")
     assert device.power is not None
     burst = float(attention_forward(device, batch=128, heads=8, seq=seq, head_dim=128, causal=False).seconds)
@@ -101,5 +96,5 @@ def test_long_passes_of_attention_are_as_slow_as_was_measured(seq: int, measured
     seconds = burst / clock_of(
         device.power, joules, 8.0 * 128 * 8 * seq * 128 * device.power.joules_per_byte, burst, 0.0
     )
-    assert 1e-12 * flops / seconds == pytest.approx(measured, rel=0.06)
+    assert 1e-12 * flops / seconds == pytest.approx(measured, rel=0.12)
     assert 1e-12 * flops / burst > 1.25 * measured

@@ -17,9 +17,9 @@ from echograph.errors import InputError, UnknownNameError, UsageError
 from echograph.ir.graph import Graph, JobGraph, StepGraph, Workload
 from echograph.ir.passes import PASSES
 from echograph.ir.passes.base import Note, Pass, run
-from echograph.ir.passes.kernels import SUFFIX
+from echograph.ir.passes.kernels import PADDED, SUFFIX
 from echograph.ir.passes.pipeline.schedules import TURNING
-from echograph.ir.types import Attention, DType
+from echograph.ir.types import Attention, DType, Gemm
 from echograph.models.stacks import Stack, load_stack, stack_names
 from echograph.options import given, kinds, option, option_name
 
@@ -508,28 +508,32 @@ def _attention(stack: Stack, cluster: Cluster) -> str:
 
 
 def with_kernels(job: G, stack: Stack, device: DeviceProfile | None) -> G:
-    """The graph with those attention kernels of its stack that its device has a model of, where none is named.
+    """The graph with the kernels that its stack runs on a device, where none is named.
 
-    The first of them runs that its library has for such an attention on such a device, whose dropout and order of
-    adding up it has to know.
+    Attention: the first of the stack's kernels that the device has a model of and its library has for such an
+    attention on such a device, whose dropout and order of adding up it has to know. Products: padded ones, where
+    the stack pads.
     """
-    if device is None or not stack.attention:
+    if device is None or not (stack.attention or stack.padded_products):
         return job
-    ops, names = job.ops, list(job.strings)
-    chosen = {
-        index: _kernel_for(value, stack, device)
-        for index, value in enumerate(ops.attribute_values)
-        if isinstance(value, Attention)
-    }
+    ops, names = job.ops, {name: number for number, name in enumerate(job.strings)}
     renamed = ops.name.copy()
-    for row in np.flatnonzero(np.isin(ops.attributes, list(chosen))).tolist():
-        name = names[ops.name[row]]
-        if not name.startswith("aten.") or (kernel := chosen[int(ops.attributes[row])]) is None:
+
+    def rename(row: int, name: str) -> None:
+        renamed[row] = names.setdefault(name, len(names))
+
+    kinds: tuple[type, ...] = (Attention,) if stack.attention else ()
+    kinds += (Gemm,) if stack.padded_products else ()
+    values = {i: value for i, value in enumerate(ops.attribute_values) if isinstance(value, kinds)}
+    chosen = {i: _kernel_for(value, stack, device) for i, value in values.items() if isinstance(value, Attention)}
+    for row in np.flatnonzero(np.isin(ops.attributes, list(values))).tolist():
+        name, which = job.strings[ops.name[row]], int(ops.attributes[row])
+        if not name.startswith("aten."):
             continue
-        name = f"{kernel}{SUFFIX}{'_backward' * ('backward' in name)}"
-        if name not in names:
-            names.append(name)
-        renamed[row] = names.index(name)
+        if which not in chosen:
+            rename(row, f"{name}{PADDED}")
+        elif (kernel := chosen[which]) is not None:
+            rename(row, f"{kernel}{SUFFIX}{'_backward' * ('backward' in name)}")
     return replace(job, ops=replace(ops, name=renamed, strings=tuple(names)))
 
 
