@@ -5,8 +5,8 @@ python benchmarks/gpu_power.py --measure OUT.csv    on a GPU: that table anew
 
 A row of the table is a run of one to five seconds, of which the latter half counts: kernels in turn, with or
 without rests between them; mean times of a kernel by CUDA events; mean power and clock as NVML samples them every
-9 ms. With rests as long as its kernels a board is below its limit, at its full clock, and the energy of a kernel is
-what it draws over the whole turn, less what it draws at rest.
+9 ms. With rests as long as its kernels a board is below its limit, at its full clock, and the energy of a kernel
+is what it draws over the whole turn, less what it draws at rest.
 """
 
 from __future__ import annotations

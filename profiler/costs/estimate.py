@@ -257,7 +257,9 @@ def _runs(graph: Graph) -> Float64:
     """[operations] How often each is executed in a step, by all ranks of a job."""
     if not isinstance(graph, JobGraph) or not graph.programs:
         return graph.run_counts().astype(np.float64)
-    ranks = np.concatenate([np.full(len(p.calls), float(graph.rank_count(i))) for i, p in enumerate(graph.programs)])
+    ranks = np.concatenate(
+        [np.full(len(p.calls), float(graph.rank_count(i))) for i, p in enumerate(graph.programs)]
+    )
     _, first, behind = np.concatenate([program.calls for program in graph.programs])[:, :3].T
     size = len(graph.ops) + 1
     change = np.bincount(first, ranks, minlength=size) - np.bincount(behind, ranks, minlength=size)
