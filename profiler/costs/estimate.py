@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from echograph.errors import GraphError, UnavailableError
 from echograph.ir.columns import NONE, Float64, Int64, TensorTable
-from echograph.ir.graph import Graph, JobGraph
+from echograph.ir.graph import CALL_FIELDS, Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate
 from echograph.ir.passes.fuse import DRAWS
 from echograph.ir.passes.kernels import PADDED
@@ -45,6 +45,7 @@ from echograph.profiler.costs.device import (
     DEFAULT_ROW_BYTES,
     CostEstimate,
     DeviceProfile,
+    PowerModel,
     memory_bound,
 )
 from echograph.profiler.costs.dropout import SPREAD as DRAWN_SPREAD
@@ -243,24 +244,56 @@ def _sustained(
         PACED_OF_PRODUCTS * np.minimum(1.0, flops / (PACED_AT * peak * np.maximum(seconds, 1e-12))),
     )
     paced = seconds * np.clip(share, 0.0, 1.0)
-    core_j = flops * joules + np.where(flops > 0.0, 0.0, seconds) * power.vector_W
-    memory_j = moved * power.joules_per_byte
-    runs = _runs(graph)[at]
-    totals = (float(runs @ each) for each in (core_j, memory_j, paced, seconds - paced))
-    clock = sustained_clock(power, *totals)
+    drawn = flops * joules + np.where(flops > 0.0, 0.0, seconds) * power.vector_W
+    columns = np.zeros((4, len(ops)), np.int64)
+    passes = np.isin(ops.phase[at], (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE))
+    spent = (drawn * PER_JOULE, moved * power.joules_per_byte * PER_JOULE, paced * PS_PER_S)
+    for column, values in zip(columns, (*spent, (seconds - paced) * PS_PER_S), strict=True):
+        column[at] = np.rint(np.where(passes, values, 0.0))
+    clock = _clocks(graph, power, columns)[at]
     slower = picoseconds.copy()
     slower[at] = np.rint((seconds + paced * (1.0 / clock - 1.0)) * PS_PER_S).astype(np.int64)
     return slower
+
+
+MICRO_BATCH = CALL_FIELDS.index("micro_batch")
+
+PER_JOULE = 1e9
+"""Energies are added up as whole nanojoules, so that their order does not matter."""
+
+
+def _clocks(graph: Graph, power: PowerModel, columns: Int64) -> Float64:
+    """[operations] The clock of each: that of the program that runs it, the slowest of several.
+
+    A program's is that of one micro-batch amid the others, as all of them draw alike; what runs once a step is not
+    counted, the optimizer among it, which memory bounds.
+
+    Args:
+        graph: the graph.
+        power: of the device.
+        columns: [4, operations] nanojoules of cores and of memory; picoseconds that the clock paces, and others.
+    """
+    until = np.concatenate([np.zeros((4, 1), np.int64), np.cumsum(columns, axis=1)], axis=1)
+    clocks = np.ones(len(graph.ops))
+    for program in graph.programs:
+        calls = program.calls
+        micro_batches = np.unique(calls[calls[:, MICRO_BATCH] >= 0, MICRO_BATCH])
+        if len(micro_batches):
+            calls = calls[calls[:, MICRO_BATCH] == micro_batches[len(micro_batches) // 2]]
+        core, memory, paced, other = (until[:, calls[:, 2]] - until[:, calls[:, 1]]).sum(axis=1).tolist()
+        clock = sustained_clock(power, core / PER_JOULE, memory / PER_JOULE, paced / PS_PER_S, other / PS_PER_S)
+        for begin, end in {(begin, end) for begin, end in program.calls[:, 1:3].tolist()}:
+            np.minimum(clocks[begin:end], clock, out=clocks[begin:end])
+    return clocks
 
 
 def _runs(graph: Graph) -> Float64:
     """[operations] How often each is executed in a step, by all ranks of a job."""
     if not isinstance(graph, JobGraph) or not graph.programs:
         return graph.run_counts().astype(np.float64)
-    ranks = np.concatenate(
-        [np.full(len(p.calls), float(graph.rank_count(i))) for i, p in enumerate(graph.programs)]
-    )
-    _, first, behind = np.concatenate([program.calls for program in graph.programs])[:, :3].T
+    calls = [program.calls for program in graph.programs]
+    ranks = np.repeat([float(graph.rank_count(i)) for i in range(len(calls))], [len(each) for each in calls])
+    _, first, behind = np.concatenate(calls)[:, :3].T
     size = len(graph.ops) + 1
     change = np.bincount(first, ranks, minlength=size) - np.bincount(behind, ranks, minlength=size)
     return np.cumsum(change)[:-1]
