@@ -482,8 +482,9 @@ def read_profile(path: Path) -> DeviceProfile:
 
 
 def _check(profile: DeviceProfile, path: Path) -> None:
-    for table in ("gemm", "attention"):
-        for key, model in getattr(profile, table).items():
+    tables = {"gemm": profile.gemm, "attention": profile.attention, "grouped": profile.grouped.products}
+    for table, models in tables.items():
+        for key, model in models.items():
             if model.peak not in profile.datasheet.peak_flops_per_s:
                 raise DataError(f"{path}: {table} '{key}' needs peak '{model.peak}': add it to the datasheet")
     if profile.default_attention not in profile.attention:

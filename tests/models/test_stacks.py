@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 
 from echograph.errors import DataError, UnknownNameError
+from echograph.ir import serde
 from echograph.ir.graph import Workload
 from echograph.ir.passes.base import pass_text
-from echograph.ir.types import DType
+from echograph.ir.passes.kernels import PADDED
+from echograph.ir.types import DType, Gemm
 from echograph.models.stacks import CHOICES, Stack, load_stack, read_stack, stack_names
+from echograph.profiler.costs import load_device
 from echograph.simulator.clusters import load_cluster
-from echograph.workflow.plan import Plan, passes, with_stack
+from echograph.workflow.plan import Plan, passes, with_kernels, with_stack
+
+GRAPHS = Path(__file__).parents[1] / "golden" / "predictions" / "graphs"
 
 PLANS = (
     {},
@@ -26,8 +31,8 @@ PLANS = (
     {"pp": 2, "tp": 2},
     {"cp": 2},
 )
-OF_THE_SYSTEM = {"host", "host_waits", "expandable_segments", "tp_comm_sms"}
-"""Choices that no pass has: `simulate` and the memory of `validate` read them."""
+OF_THE_SYSTEM = {"host", "host_waits", "expandable_segments", "padded_products", "tp_comm_sms"}
+"""Choices that no pass has: `with_kernels`, `simulate` and the memory of `validate` read them."""
 
 
 def said(plan: Plan) -> str:
@@ -107,3 +112,17 @@ def test_a_file_without_a_source_or_with_an_unknown_choice_is_refused(tmp_path: 
             read_stack(path)
     with pytest.raises(UnknownNameError, match="nemo"):
         load_stack("nemos")
+
+
+def test_a_stack_that_pads_has_padded_products_and_no_others() -> None:
+    step = serde.load(GRAPHS / "gpt2-xl.pb")
+    device = load_device("h200")
+    for name, pads in (("inductor", True), ("eager", False)):
+        graph = with_kernels(step, load_stack(name), device)
+        products = [
+            graph.strings[graph.ops.name[row]]
+            for row, which in enumerate(graph.ops.attributes.tolist())
+            if which >= 0 and isinstance(graph.ops.attribute_values[which], Gemm)
+        ]
+        assert products
+        assert all(each.endswith(PADDED) == pads for each in products)
