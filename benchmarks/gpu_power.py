@@ -144,9 +144,9 @@ def measure(out: Path) -> None:
     import torch
 
     board = Board(out.with_suffix(".log"))
-    bf16 = {"device": "cuda", "dtype": torch.bfloat16}
-    a, b, c = (torch.randn(SIZE, SIZE, **bf16) for _ in range(3))  # type: ignore[call-overload]
-    wide, other = torch.randn(2**30, **bf16), torch.empty(2**30, **bf16)  # type: ignore[call-overload]
+    a, b, c = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    wide = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
+    other = torch.empty_like(wide)
 
     def product() -> None:
         torch.mm(a, b, out=c)

@@ -51,8 +51,11 @@ def build(model: str) -> tuple[Any, int]:
     import transformers as t
 
     if model in ("gpt2", "nano"):
-        small = {"n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 256, "vocab_size": 65}
-        of_gpt2: Any = t.GPT2Config(use_cache=False, **(small if model == "nano" else {}))  # type: ignore[arg-type]
+        of_gpt2 = t.GPT2Config(use_cache=False)
+        if model == "nano":
+            of_gpt2 = t.GPT2Config(
+                n_embd=384, n_layer=6, n_head=6, n_positions=256, vocab_size=65, use_cache=False
+            )
         return t.GPT2LMHeadModel(of_gpt2), of_gpt2.vocab_size
     if model == "bert":
         return t.BertForMaskedLM(t.BertConfig()), t.BertConfig().vocab_size

@@ -9,7 +9,7 @@ from.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -482,7 +482,9 @@ def read_profile(path: Path) -> DeviceProfile:
 
 
 def _check(profile: DeviceProfile, path: Path) -> None:
-    tables = {"gemm": profile.gemm, "attention": profile.attention, "grouped": profile.grouped.products}
+    tables: dict[str, Mapping[str, GemmModel | AttentionModel]] = {
+        "gemm": profile.gemm, "attention": profile.attention, "grouped": profile.grouped.products,
+    }  # fmt: skip
     for table, models in tables.items():
         for key, model in models.items():
             if model.peak not in profile.datasheet.peak_flops_per_s:

@@ -221,7 +221,7 @@ def _known(
 def _sustained(
     graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[PowerDraw], core_of: Int64, picoseconds: Int64
 ) -> Int64:
-    """The durations in a long run, all at the clock that their mean power allows (`power.py`).
+    """The durations in a long run, those of a program at the clock that their mean power allows (`power.py`).
 
     `cores` are those that differ, `core_of` says which each of the rows `at` has. Of a product the clock paces a
     part, of attention all but the time that its operands take to move, of other kernels nothing.
@@ -287,18 +287,6 @@ def _clocks(graph: Graph, power: PowerModel, columns: Int64) -> Float64:
     return clocks
 
 
-def _runs(graph: Graph) -> Float64:
-    """[operations] How often each is executed in a step, by all ranks of a job."""
-    if not isinstance(graph, JobGraph) or not graph.programs:
-        return graph.run_counts().astype(np.float64)
-    calls = [program.calls for program in graph.programs]
-    ranks = np.repeat([float(graph.rank_count(i)) for i in range(len(calls))], [len(each) for each in calls])
-    _, first, behind = np.concatenate(calls)[:, :3].T
-    size = len(graph.ops) + 1
-    change = np.bincount(first, ranks, minlength=size) - np.bincount(behind, ranks, minlength=size)
-    return np.cumsum(change)[:-1]
-
-
 def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
     """What the boards of all ranks draw over a step, in joules: at rest, and by what their kernels do.
 
@@ -322,6 +310,9 @@ def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
             memo[key] = _core(op, ([job.tensors[i] for i in op.inputs], []), device)
         cores.append(memo[key])
         per_flop[at] = power.joules_of(memo[key].peak, memo[key].kernel)
+    runs = np.zeros(len(ops))
+    for program in range(len(job.programs)):
+        runs += job.run_counts(program) * float(job.rank_count(program))
     known, _, _ = ops.duration_on(device.name)
     seconds = np.maximum(known[rows], 0) / PS_PER_S
     flops = _executed(job, rows, cores)
@@ -329,7 +320,7 @@ def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
     moved = (ops.bytes_read[rows] + ops.bytes_written[rows]) * power.joules_per_byte
     each = flops * per_flop + vector_J + moved
     boards = job.world_size * step_s
-    return min(power.limit_W * boards, power.static_W * boards + float((each * _runs(job)[rows]).sum()))
+    return min(power.limit_W * boards, power.static_W * boards + float((each * runs[rows]).sum()))
 
 
 def _executed(graph: Graph, at: Int64, cores: Sequence[PowerDraw]) -> Float64:

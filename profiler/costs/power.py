@@ -24,14 +24,14 @@ from echograph.profiler.costs.device import PowerModel
 
 FLOOR, SLOPE = 0.7, 0.58
 """The least voltage that a chip of these runs at, over the highest, which is assumed, and its fall with the clock:
-with it an H100 that sustains 675 TFLOP/s in bf16 under 700 W has 560 under 500 W on three products, where loops of
-them were measured at 585, 575 and 546 (pytorch/FBGEMM, pull request 2546).
-From what an H200 draws at 0.69 to 0.95 of its full clock the slope is 0.4 to 0.8 (benchmarks/measured)."""
+told from loops of three products in bf16 on an H100 under 500 W, measured at 585, 575 and 546 TFLOP/s
+(pytorch/FBGEMM, pull request 2546), for which the model says 567, 549 and 552. From what an H200 draws at 0.69 to
+0.95 of its full clock the fall is 0.4 to 0.8 (benchmarks/measured/h200_power.csv)."""
 
 PACED_OF_PRODUCTS = 0.6
-"""Of a product's time what the clock paces: products of six shapes in bf16 ran 1.18 to 1.23 times longer at 0.73
-to 0.78 of the clock of a burst, in FP8 1.21 to 1.22 times at 0.68 to 0.73, which is 0.46 to 0.66
-(benchmarks/measured/h200_power.csv)."""
+"""Of a product's time what the clock paces: products of six shapes in bf16 ran 1.18 to 1.23 times longer alone
+than with rests, at 0.73 to 0.77 of the clock of a burst, in FP8 1.21 to 1.22 times at 0.68 to 0.73, which is 0.46
+to 0.66 (benchmarks/measured/h200_power.csv; a seventh, of 69 GFLOP, ran faster alone)."""
 
 PACED_AT = 0.75
 """A product at this share of the peak, which the best ones reach, is paced as much; a slower one by less."""

@@ -618,10 +618,10 @@ JOULES_PER_BYTE = 9.8e-11
 (benchmarks/measured/h200_power.csv, 2026-11-27). HBM itself takes some 30 of it."""
 
 VECTOR_W_PER_SM = 1.4
-"""Of a kernel without tensor cores, beyond static power and its bytes: 24 kinds of them on an H200 (the same file:
-copies, casts, activations, norms, softmax, losses, optimizers, by PyTorch and by its compiler) drew 0 to 400 W
-more than that, in the middle 190 over 132 multiprocessors; casts to FP8 on a B200 and a GB200 120 to 150 over 148
-and 152 (ai-dynamo/aiconfigurator's tables with watts)."""
+"""Of a kernel without tensor cores, beyond static power and its bytes: 26 kinds of them on an H200 (the same file:
+copies, casts, activations, norms, softmax, dropout, an optimizer, by PyTorch and by its compiler) drew up to 400 W
+more than that, in the middle 199 over 132 multiprocessors, which is 1.5; casts to FP8 on a B200 and a GB200 120 to
+150 over 148 and 152, which is 0.8 to 1.0 (ai-dynamo/aiconfigurator's tables with watts)."""
 
 OF_BF16 = {"fp8": 0.54, "nvfp4": 0.39}
 """Energy of a FLOP over one in bf16, where a device has no long run of the dtype: GB200's, all of random numbers

@@ -183,9 +183,6 @@ ALIGNMENTS = {
         output={16: 1.0},
         source=f"{_UNALIGNED}: within 4 % of aligned ones, whatever their sizes",
     ),
-    "tf32": Alignment(
-        operand={4: 3.1, 8: 3.1, 16: 1.0}, output={4: 3.1, 8: 3.1, 16: 1.0}, source=f"{_UNALIGNED} of 4,096 a side"
-    ),
     "bf16": Alignment(
         operand={2: 5.2, 4: 2.9, 8: 3.0, 16: 1.0},
         output={2: 7.3, 4: 2.7, 8: 2.7, 16: 1.0},
