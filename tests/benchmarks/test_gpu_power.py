@@ -7,7 +7,7 @@ from math import gcd
 from statistics import median
 
 import pytest
-from benchmarks import gpu_power
+from benchmarks import gpu_power, gpu_products
 
 from echograph.profiler.costs import gemm, load_device
 from echograph.profiler.costs.power import PACED_OF_PRODUCTS, sustained_clock
@@ -66,3 +66,12 @@ def test_padded_products_are_aligned() -> None:
     plain, padded = (float(gemm(device, 8192, 50257, 768, padded=padded).seconds) for padded in (False, True))
     assert plain > 5.0 * padded
     assert padded == pytest.approx(float(gemm(device, 8192, 50256, 768).seconds), rel=0.02)
+
+
+def test_products_are_measured_as_the_committed_table_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    table = gpu_power.TABLE.with_name("h200_products.csv")
+    with table.open(newline="", encoding="utf-8") as lines:
+        rows = [(r["dtype"], r["layout"], int(r["m"]), int(r["n"]), int(r["k"])) for r in csv.DictReader(lines)]
+    assert rows == list(gpu_products.shapes())
+    gpu_products.compare("h200", table)
+    assert "h200_products bf16 tn: 60 rows" in capsys.readouterr().out
