@@ -3,9 +3,9 @@
 python -m benchmarks.gpu_products                    predictions beside benchmarks/measured/h200_*.csv
 python benchmarks/gpu_products.py --measure OUT.csv  on a GPU: such tables anew, OUT.csv and OUT_unaligned.csv
 
-`tn` is a forward product, x [m, k] by the transpose of a weight [n, k]; `nn` the gradient of an input, `nt` that of
-a weight. Times are medians of seven launches by CUDA events, which add some two microseconds, with the cache emptied
-before each (unaligned ones of the committed table: of five, without).
+`tn` is a forward product, x [m, k] by the transpose of a weight [n, k]; `nn` the gradient of an input, `nt` that
+of a weight. Times are medians of seven launches by CUDA events, which add some two microseconds, with the cache
+emptied before each (unaligned ones of the committed table: of five, without).
 """
 
 from __future__ import annotations
