@@ -70,7 +70,7 @@ RUN: dict[str, tuple[str, str]] = {
     "--no-recompute-early-stop": ("--recompute full", ""),
     "--loss": ("", "fused"),
     "--stack": ("", "torchtitan"),
-    "--precision": ("", "fp32"),
+    "--precision": ("", "fp8"),
     "--grad-dtype": ("", "fp32"),
     "--mesh-order": ("--gpus 16 --tp 2", "dp-cp-ep-tp-pp"),
     "--passes": ("", "data_parallel{{replicas=4}}"),
