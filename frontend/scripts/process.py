@@ -148,7 +148,7 @@ class CaptureProcess:
 
         def say(stage: str, done: int = 0, total: int = 0) -> None:
             with contextlib.suppress(OSError):  # the script may have closed it
-                os.write(said, f"{done} {total} {stage}\n".encode())
+                os.write(said, f"{json.dumps([stage, done, total])}\n".encode())  # a name may hold a newline
 
         leave = os._exit
         try:
@@ -202,8 +202,7 @@ def _end_as_python() -> None:
 def _repeat(source: int, say: Progress) -> None:
     with os.fdopen(source, encoding="utf-8") as lines:
         for line in lines:
-            done, total, stage = line.rstrip("\n").split(" ", 2)
-            say(stage, int(done), int(total))
+            say(*json.loads(line))
 
 
 def _ended(script: Script, status: int) -> CaptureError:

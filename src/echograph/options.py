@@ -7,7 +7,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
-def option(default: Any, text: str, shown: str = "", *, least: float | None = None) -> Any:
+def option(default: Any, text: str, shown: str = "", *, least: float | None = None, letter: str = "") -> Any:
     """A field of a frozen dataclass that is also an option.
 
     Args:
@@ -15,8 +15,9 @@ def option(default: Any, text: str, shown: str = "", *, least: float | None = No
         text: help on the command line.
         shown: what the help says of the default; "": the default itself, where there is one.
         least: the least value that the command line takes.
+        letter: its short form on the command line, as "m" for -m; "": none.
     """
-    return field(default=default, metadata={"help": text, "shown": shown, "least": least})
+    return field(default=default, metadata={"help": text, "shown": shown, "least": least, "letter": letter})
 
 
 def option_name(field_name: str) -> str:

@@ -19,10 +19,7 @@ from echograph.cli.options import (
     Json,
     Output,
     TraceFile,
-    fixed,
     parse_ranks,
-    several,
-    size,
     with_options,
 )
 from echograph.cli.output import (
@@ -42,15 +39,16 @@ from echograph.cli.output import (
 )
 from echograph.errors import UsageError
 from echograph.frontend.pytorch.spec import ModelSizes
-from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.graph import JobGraph
 from echograph.options import given, option_name
-from echograph.progress import Progress
 from echograph.units import format_bytes, format_time
+from echograph.workflow.find import SearchOptions
 from echograph.workflow.jobs import JobPlacement
 from echograph.workflow.plan import Plan
+from echograph.workflow.prediction import PredictionOptions
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System, SystemOptions
-from echograph.workflow.training import TrainingOptions, training
+from echograph.workflow.training import TrainingOptions
 from echograph.workflow.workers import WorkerOptions
 
 if TYPE_CHECKING:
@@ -77,29 +75,7 @@ def run_command(
     scenario: Scenario,
     training_options: TrainingOptions,
     placement: JobPlacement,
-    model_communication: Annotated[
-        bool,
-        typer.Option(
-            "--model-communication",
-            help="Communication takes what the cluster's model says, not what an imported graph holds of it.",
-        ),
-    ] = False,
-    strict_memory: Annotated[
-        bool,
-        typer.Option(
-            "--strict-memory",
-            help="A plan that does not fit in memory is an error that names the nearest which do.",
-        ),
-    ] = False,
-    what_fits: Annotated[
-        bool, typer.Option("--what-fits", help="The largest micro-batch and the deepest model that fit.")
-    ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="With --what-fits: what the graph was compiled of, for its sequences."),
-    ] = None,
-    engine: Annotated[str, typer.Option(help="auto, segments, static or events.")] = "auto",
-    tensors: Annotated[int, typer.Option(help="List the largest tensors at the peak of memory.", min=0)] = 0,
+    asked: PredictionOptions,
     output: Output = None,
     trace: TraceFile = None,
     trace_ranks: Annotated[
@@ -111,71 +87,45 @@ def run_command(
     as_json: Json = False,
 ) -> None:
     """Predict the time of one training step, spread over the GPUs by a parallel plan."""
-    from echograph.ir.passes import PASSES
-    from echograph.ir.passes.base import run as run_passes
-    from echograph.simulator.memory import Runtime
-    from echograph.workflow.plan import cluster_notes
-    from echograph.workflow.predict import (
-        FEW,
-        MOST_TRIED,
-        feasible_plans,
-        predict,
-        refuse_if_it_does_not_fit,
-        shortage,
-    )
+    from echograph.workflow.prediction import prediction
 
     if len(graphs) > 1 or given(placement):
-        others = {
-            "--model-communication": model_communication, "--strict-memory": strict_memory,
-            "--what-fits": what_fits, "--model": model, "--engine": engine != "auto", "--tensors": tensors,
-            "--trace": trace, "--trace-ranks": trace_ranks, "--html": html,
-            **{option_name(name): True for name in {**given(scenario), **given(training_options)}},
-        }  # fmt: skip
-        _run_jobs(graphs, plan, system_options, placement, [n for n, v in others.items() if v], output, as_json)
+        files = {"trace": trace, "trace_ranks": trace_ranks, "html": html}
+        others = [*(name for name, value in files.items() if value), *given(asked)]
+        others += [*given(scenario), *given(training_options)]
+        _run_jobs(graphs, plan, system_options, placement, others, output, as_json)
         return
     (graph,) = graphs
     if trace_ranks is not None and trace is None:
         raise UsageError("--trace-ranks: says whose timelines a trace holds, give --trace as well")
-    if model is not None and not what_fits:
-        raise UsageError("--model: says what the longest sequence is of, give --what-fits as well")
     traced = () if trace_ranks is None else parse_ranks("--trace-ranks", trace_ranks, MAX_TRACED)
     check_outputs({"the graph": graph}, {"--output": output, "--trace": trace, "--html": html})
+    if asked.model:
+        require_torch()
     system = system_options.system(plan.cluster)
-    notes: list[str] = []
     with reading(graph) as (loaded, say):
-        if model_communication:
-            loaded = run_passes(loaded, (PASSES["forget_communication"](),))
-        say("simulating")
-        result, job = predict(loaded, plan, system, scenario, engine=engine, trace_ranks=traced, note=notes.append)
         # Who reads only the JSON is told whether it fits, and saves the time.
-        most = MOST_TRIED if strict_memory else FEW if html or not as_json else 0
-        near = feasible_plans(
-            loaded, plan, system.cluster, result.memory, say, most, Runtime.on(system.architecture)
-        )
-        more = _sizes(loaded, plan, system, scenario, training_options, what_fits, model, say)
-    notes += cluster_notes(system.cluster, job.world_size)
-    print_notes(notes)
-    if strict_memory:
-        refuse_if_it_does_not_fit(result, near)
-    whole = training(result, system, training_options)
-    record = result.to_json() | ({} if whole is None else {"training": whole.to_json()})
-    record |= {name: value for name, (value, _) in more.items()}
+        found = prediction(
+            loaded, plan, system, scenario, asked, training_options,
+            trace_ranks=traced, propose=html is not None or not as_json, say=say,
+        )  # fmt: skip
+    print_notes(found.notes)
+    record = found.to_json()
     if as_json:
+        if asked.tensors:
+            print_notes(["--tensors: has no effect on JSON, which lists them always"])
         print_json(record)
     else:
-        if result.memory is not None and not result.memory.fits:
-            print_line(f"DOES NOT FIT: needs {shortage(result, near)}", alarm=True)
-        print_text(str(result))
-        if tensors and result.memory is not None:
-            print_text("\n".join(result.memory.listed(tensors)))
-        for text in ([] if whole is None else [str(whole)]) + [text for _, text in more.values()]:
-            print_text(text)
+        if found.alarm:
+            print_line(found.alarm, alarm=True)
+        print_text(str(found))
     write_json(output, record, "result")
-    write_trace(trace, result, traced)
+    write_trace(trace, found.result, traced)
     if html is not None:
         from echograph.workflow.report.prediction import page
 
-        write_text(html, page(result, job, plan, system, scenario, notes, near), "page: open it in a browser")
+        shown = page(found.result, found.job, plan, system, scenario, list(found.notes), list(found.near))
+        write_text(html, shown, "page: open it in a browser")
 
 
 def _run_jobs(
@@ -192,51 +142,20 @@ def _run_jobs(
     from echograph.workflow.jobs import simulate_jobs
 
     if others:
-        raise UsageError(f"{', '.join(others)}: not of jobs that share a system: run each alone for that")
+        names = ", ".join(map(option_name, others))
+        raise UsageError(f"{names}: not of jobs that share a system: run each alone for that")
     check_outputs({f"graph {n}": path for n, path in enumerate(dict.fromkeys(graphs), 1)}, {"--output": output})
-    names = [path.stem for path in graphs]
+    stems = [path.stem for path in graphs]
     with progress(f"reading {graphs[0]}") as say:
         loaded = [serde.load(path, say) for path in graphs]
         say("simulating")
-        found = simulate_jobs(loaded, system_options.system(plan.cluster), placement, names=names, plans=(plan,))
+        found = simulate_jobs(loaded, system_options.system(plan.cluster), placement, names=stems, plans=(plan,))
     record = found.to_json()
     if as_json:
         print_json(record)
     else:
         print_text(str(found))
     write_json(output, record, "result")
-
-
-def _sizes(
-    graph: StepGraph | JobGraph,
-    plan: Plan,
-    system: System,
-    scenario: Scenario,
-    asked: TrainingOptions,
-    fits: bool,
-    model: str | None,
-    say: Progress,
-) -> dict[str, tuple[Any, str]]:
-    """What else is asked about sizes: the record and the text of each, by their words in a result."""
-    if not (asked.days or fits):
-        return {}
-    from echograph.workflow.search.sizing import gpus_needed, longer, of_plan, what_fits
-
-    found: dict[str, tuple[Any, str]] = {}
-    if asked.days:
-        needed = gpus_needed(graph, plan, system, scenario, asked, say)
-        _, whole = of_plan(graph, needed.plan, system, scenario, asked)
-        text = f"  in {f'{asked.days:g} days':<11}{needed.gpus:,} GPUs at least, which take"
-        record = needed.to_json() | ({} if whole is None else {"training": whole.to_json()})
-        found["gpus_needed"] = (record, f"{text}\n{whole}")
-    if fits:
-        if not isinstance(graph, StepGraph):
-            raise UsageError("--what-fits: the graph is a job: give the step graph that it was made of")
-        if model is not None:
-            require_torch()
-        largest = what_fits(graph, plan, system, longer(graph, model) if model is not None else None, say)
-        found["largest"] = ([one.to_json() for one in largest], "\n".join(map(str, largest)))
-    return found
 
 
 @app.command("plan")
@@ -248,43 +167,10 @@ def plan_command(
     scenario: Scenario,
     training_options: TrainingOptions,
     where: WorkerOptions,
-    fix: Annotated[list[str] | None, typer.Option(help="Only plans with this, as tp=8.")] = None,
-    over: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Values to try, as tp=4,8 or gpus=256..1024:x2; also of words left as they are otherwise."
-        ),
-    ] = None,
-    objective: Annotated[
-        str | None,
-        typer.Option(
-            help="step, tokens-per-s, cost, mfu, energy, goodput or gpus [default: step; gpus with --days]",
-            show_default=False,
-        ),
-    ] = None,
-    compare_clusters: Annotated[
-        str | None, typer.Option(help="The best plan of each of these, as dgx-h100,dgx-b200.", show_default=False)
-    ] = None,
-    moves: Annotated[
-        str | None,
-        typer.Option(
-            help="Make the plan of the options better by moves: greedy or annealing.", show_default=False
-        ),
-    ] = None,
-    max_memory: Annotated[
-        str | None, typer.Option(help="What a device may hold, as 72GiB [default: all it has]", show_default=False)
-    ] = None,
-    limit: Annotated[
-        float | None,
-        typer.Option("--time", help="Seconds after which it answers with the best so far.", show_default=False),
-    ] = None,
-    top: Annotated[int, typer.Option(help="How many of the best.", min=1)] = 10,
+    asked: SearchOptions,
     write: Annotated[
         list[str] | None,
         typer.Option(help="Write the best as FORMAT:FILE: plan, megatron, deepspeed, torchtitan or accelerate."),
-    ] = None,
-    journal: Annotated[
-        Path | None, typer.Option(help="Keep predicted plans in this file, and go on from those that it has.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best as a plan file.")] = None,
     html: Annotated[
@@ -294,69 +180,30 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Find the best plans: of every way to spread the step that divides and fits in memory, the fastest."""
-    from math import inf
-
-    from echograph.workflow.search import search
-    from echograph.workflow.search.sizing import compare_clusters as compared
-    from echograph.workflow.search.sizing import most_step_s, of_plan
-    from echograph.workflow.search.space import parse_axis
+    from echograph.workflow.find import PlansFound, find_plans
     from echograph.workflow.search.writers import parse_target
 
     targets = [parse_target(text) for text in write or ()]
     files = {"--output": output, "--html": html, **{f"--write {name}": path for name, path in targets}}
-    if compare_clusters is not None and (targets or output or html or "cluster" in plan):
-        raise UsageError(
-            "--compare-clusters: writes no plan or page, and takes no --cluster: leave the others out"
-        )
+    if (asked.moves or asked.compare_clusters) and (names := [name for name, path in files.items() if path]):
+        other = "--moves" if asked.moves else "--compare-clusters"
+        raise UsageError(f"{', '.join(names)}: {other} writes no plan or page: leave it out")
     check_outputs({"the graph": graph}, files)
-    if moves is not None:
-        asked = (fix, over, write, output, html, compare_clusters, objective, max_memory, limit, journal)
-        if any(asked) or top != 10 or training_options.tokens or where != WorkerOptions():
-            raise UsageError("--moves: begins with the plan of the options, and takes nothing of a search besides")
-        _improve(graph, Plan(**plan), system_options, scenario, moves, as_json)
-        return
-    base = Plan(**{name: plan.pop(name) for name in ("cluster", "global_batch") if name in plan})
-    axes = fixed(
-        [*((name, (value,)) for name, value in plan.items()), *(parse_axis("--fix", text) for text in fix or ())]
-    )
-    axes = several(axes, [parse_axis("--over", text) for text in over or ()])
     with reading(graph) as (loaded, say):
-        how: dict[str, Any] = {
-            "over": axes, "objective": objective or ("gpus" if training_options.days else "step"), "where": where,
-            "max_memory_bytes": size("--max-memory", max_memory), "time_s": inf if limit is None else limit,
-            "most_step_s": most_step_s(loaded, base.global_batch, training_options), "say": say,
-            "journal_path": journal,
-        }  # fmt: skip
-        if compare_clusters is not None:
-            names = [name.strip() for name in compare_clusters.split(",")]
-            rows = compared(loaded, base, names, system_options, scenario, training_options, **how)
-            print_json(rows.to_json()) if as_json else print_text(str(rows))
-            return
-        system = system_options.system(base.cluster)
-        found = search(loaded, base, system, scenario, top=top, **how)
-        whole = None
-        if found.best and training_options.tokens:
-            whole = of_plan(loaded, found.best[0].plan, system, scenario, training_options)[1]
-    record = found.to_json() | ({} if whole is None else {"training": whole.to_json()})
-    text = "\n".join([str(found), *([] if whole is None else ["", "  of the first", str(whole)])])
-    print_json(record) if as_json else print_text(text)
-    _write_plans(found, output, targets)
+        found = find_plans(
+            loaded, plan, system_options, scenario, training_options, asked, where=where, say=say
+        )  # fmt: skip
+    print_json(found.to_json()) if as_json else print_text(str(found))
+    if not isinstance(found, PlansFound):
+        return
+    print_notes(found.notes)
+    _write_plans(found.found, output, targets)
     if html is not None:
         from echograph.workflow.report.search import search_page
 
-        write_text(html, search_page(found), "page: open it in a browser")
-    if found.ended == "interrupt":
+        write_text(html, search_page(found.found), "page: open it in a browser")
+    if found.found.ended == "interrupt":
         raise KeyboardInterrupt
-
-
-def _improve(
-    graph: Path, plan: Plan, system_options: SystemOptions, scenario: Scenario, method: str, as_json: bool
-) -> None:
-    from echograph.workflow.search.moves import improve
-
-    with reading(graph) as (loaded, say):
-        found = improve(loaded, plan, system_options.system(plan.cluster), scenario, method=method, say=say)
-    print_json(found.to_json()) if as_json else print_text(str(found))
 
 
 def _write_plans(found: SearchResult, output: Path | None, targets: Sequence[tuple[str, Path]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,6 @@ import typer
 
 from echograph.errors import UsageError
 from echograph.options import kinds, option_name
-from echograph.units import parse_bytes
 from echograph.workflow.plan import Plan, read_plan
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -94,12 +93,13 @@ def _options(group: Any) -> Iterator[inspect.Parameter]:
     for f in fields(group):
         name, kind = option_name(f.name), types[f.name]
         names = f"{name}/--no-{name[2:]}" if kind is bool else name
+        short = [f"-{f.metadata['letter']}"] if f.metadata["letter"] else []
         several = get_origin(kind) is tuple
         default = "" if several else f.metadata["shown"] or _shown(f.default)
         text = f.metadata["help"] + (f" [default: {default}]" if default else "")
         option: Any = Annotated[
             (list[get_args(kind)[0]] if several else kind) | None,  # type: ignore[misc]
-            typer.Option(names, help=text, show_default=False, min=f.metadata["least"]),
+            typer.Option(names, *short, help=text, show_default=False, min=f.metadata["least"]),
         ]
         yield inspect.Parameter(f.name, _KEYWORD, default=None, annotation=option)
 
@@ -135,47 +135,3 @@ def parse_ranks(option: str, text: str, most: int = 1_000_000) -> tuple[int, ...
 
 def _is_rank(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
-
-
-_Axis = tuple[str, tuple[Any, ...]]
-
-
-def fixed(axes: Iterable[_Axis]) -> dict[str, tuple[Any, ...]]:
-    """Axes of one value each.
-
-    Raises:
-        UsageError: one has several, or stands twice.
-    """
-    found = several({}, axes)
-    for name, values in found.items():
-        if len(values) > 1:
-            raise UsageError(f"--fix {name.replace('_', '-')}: has {len(values)} values: give one, or use --over")
-    return found
-
-
-def several(fixed: dict[str, tuple[Any, ...]], axes: Iterable[_Axis]) -> dict[str, tuple[Any, ...]]:
-    """Fixed axes and others.
-
-    Raises:
-        UsageError: one stands twice.
-    """
-    found = dict(fixed)
-    for name, values in axes:
-        if name in found:
-            raise UsageError(f"{option_name(name)}: is given twice: give all of its values at once, by --over")
-        found[name] = values
-    return found
-
-
-def size(option: str, text: str | None) -> int | None:
-    """Bytes of a size as people write it; None where none was given.
-
-    Raises:
-        UsageError: it is no size.
-    """
-    if text is None:
-        return None
-    found = parse_bytes(text)
-    if found is None:
-        raise UsageError(f"{option} {text[:40]}: give a size with its unit, as 72GiB or 80GB")
-    return found

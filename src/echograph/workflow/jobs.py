@@ -36,26 +36,33 @@ class JobPlacement:
     The text of each field is its help on the command line.
 
     Raises:
-        UsageError: a number out of range, or reads and writes without a storage.
+        UsageError: a number out of range, or a field that needs another one.
     """
 
     place: tuple[str, ...] = option(
         (), "packed, interleaved (by node), or nodes of each job, as 0-3,8 (gpus:0-15).", "packed"
     )
-    storage_gbps: float = option(0.0, "GB/s that the storage gives all jobs together.", "no storage")
+    storage_gbps: float | None = option(None, "GB/s that the storage gives all jobs together.", "no storage")
     read_gib: tuple[float, ...] = option((), "GiB of samples that a job reads for a step, while it runs.", "none")
     checkpoint_gib: tuple[float, ...] = option((), "GiB of a checkpoint, for which a job stops.", "none")
     checkpoint_every: int = option(1, "Steps from one checkpoint to the next.")
 
     def __post_init__(self) -> None:
         amounts = {"--read-gib": self.read_gib, "--checkpoint-gib": self.checkpoint_gib}
-        for name, values in {**amounts, "--storage-gbps": (self.storage_gbps,)}.items():
+        for name, values in amounts.items():
             if wrong := [v for v in values if not 0 <= v <= MAX_NUMBER]:
                 raise UsageError(f"{name} {wrong[0]}: give a number from 0 to {MAX_NUMBER:,}")
-            if name in amounts and any(values) and not self.storage_gbps:
+            if values and self.storage_gbps is None:
                 raise UsageError(f"{name}: say how fast the storage is, with --storage-gbps")
+        if self.storage_gbps is not None:
+            if not 0 < self.storage_gbps <= MAX_NUMBER:
+                raise UsageError(f"--storage-gbps {self.storage_gbps:g}: give more than 0, to {MAX_NUMBER:,}")
+            if not any(amounts.values()):
+                raise UsageError("--storage-gbps: say what goes through it, with --read-gib or --checkpoint-gib")
         if not 1 <= self.checkpoint_every <= 10_000:
             raise UsageError(f"--checkpoint-every {self.checkpoint_every}: give 1 to 10,000 steps")
+        if self.checkpoint_every != 1 and not self.checkpoint_gib:
+            raise UsageError("--checkpoint-every: say how large a checkpoint is, with --checkpoint-gib")
 
     def of(self, jobs: int) -> list[Storage]:
         """What each of so many jobs reads and writes."""
@@ -65,7 +72,7 @@ class JobPlacement:
         writes = _each("--checkpoint-gib", self.checkpoint_gib, jobs, 0.0)
         return [
             Storage(
-                bytes_per_s=self.storage_gbps * GB if read or write else 0.0,
+                bytes_per_s=(self.storage_gbps or 0.0) * GB if read or write else 0.0,
                 read_bytes=read * GIB,
                 checkpoint_bytes=write * GIB,
                 every=self.checkpoint_every if write else 1,
@@ -159,7 +166,12 @@ def simulate_jobs(
     system = system or System(spread[0].cluster)
     if system.profile is not None:
         raise UsageError(f"{system.cluster.name} is one measured device: give a cluster of several")
-    jobs = [_job(graph, plan, system) for graph, plan in zip(graphs, spread, strict=True)]
+    # What is said of all jobs at once is of those that are not spread yet.
+    said_of_all = len(plans) < len(graphs) and any(isinstance(graph, StepGraph) for graph in graphs)
+    jobs = [
+        _job(graph, Plan() if said_of_all and isinstance(graph, JobGraph) else plan, system)
+        for graph, plan in zip(graphs, spread, strict=True)
+    ]
     numbered = not names or len(set(names)) < len(names)
     names = names or [job.workload.model or job.name for job in jobs]
     names = [f"{name} {n}" for n, name in enumerate(names, 1)] if numbered else names
@@ -180,10 +192,8 @@ def simulate_jobs(
 
 
 def _job(graph: StepGraph | JobGraph, plan: Plan, system: System) -> JobGraph:
-    if isinstance(graph, JobGraph):
-        if is_traced(graph):
-            raise UsageError("a traced job has its own durations, and does not share links: replay it")
-        return graph
+    if isinstance(graph, JobGraph) and is_traced(graph):
+        raise UsageError("a traced job has its own durations, and does not share links: replay it")
     return lower(graph, plan, system)
 
 

@@ -554,14 +554,18 @@ def apply(
         graph: a step; or a job, which is taken as it is.
         plan: how the step is spread.
         cluster: the cluster that the job runs on.
-        note: told what could not be spread, and is computed by every rank.
+        note: told what could not be spread, and is computed by every rank, and which options have no effect.
 
     Raises:
         UsageError: as `passes`, or options for a job graph that has its plan already.
         PlanError: the plan does not fit the model.
     """
     # The passes of a plan end in a builder, which verifies; a list may hold anyone's.
-    return run(graph, _passes_of(graph, plan, cluster), verify=bool(plan.passes), note=note)
+    made = run(graph, _passes_of(graph, plan, cluster), verify=bool(plan.passes), note=note)
+    if note is not None and isinstance(graph, StepGraph):
+        for line in without_effect(plan, cluster):
+            note(line)
+    return made
 
 
 def _passes_of(graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster) -> tuple[Pass, ...]:
@@ -661,6 +665,51 @@ def _fully_shard(plan: Plan, replicas: int, count: int, stack: Stack) -> dict[st
         "apart": stack.zero3_apart,
         "reduce_dtype": DType[stack.reduce_dtype.upper()] if stack.reduce_dtype else None,
     }
+
+
+def without_effect(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
+    """Options of a plan that change nothing, since there is nothing for them to change: a line each.
+
+    What no size of an axis could give an effect is refused by `Plan` itself.
+
+    Args:
+        plan: how a step is spread.
+        cluster: the cluster that it runs on.
+
+    Raises:
+        UsageError: the plan's sizes do not multiply to the GPUs.
+    """
+    if plan.passes:
+        return ()
+    stack = load_stack(plan.stack) if plan.stack else Stack()
+    _, ranks = spread(with_stack(plan, stack), cluster.gpus_per_node, cluster.max_gpus, cluster.name)
+    sizes = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "dp": ranks, "pp": plan.pp}
+    order, usual = ([axis for axis in axes if sizes[axis] > 1] for axes in (plan.mesh_order.split("-"), AXES))
+    gathers = "--zero 3 gathers ahead always" if plan.zero == 3 else "--zero 0 gathers none"
+    rules = {
+        "tp_comm_overlap": (plan.tp == 1, "one tensor-parallel rank communicates with no other"),
+        "cp_method": (plan.cp == 1, "one rank has the whole sequence"),
+        "etp": (plan.ep == 1 or plan.tp == 1, "experts are shared by tensor-parallel ranks alone, or by none"),
+        "moe_dispatcher": (plan.ep == 1, "one rank has all experts of a layer"),
+        "expert_imbalance": (plan.ep == 1, "one rank has all experts of a layer"),
+        "overlap_moe_expert_parallel_comm": (plan.ep == 1, "one rank has all experts of a layer"),
+        "zero": (ranks == 1, "one data-parallel rank shares with no other"),
+        "overlap_grad_reduce": (
+            ranks == 1 or plan.zero == 3,
+            "one data-parallel rank reduces nothing" if ranks == 1 else "--zero 3 reduces while backward goes on",
+        ),
+        "overlap_param_gather": (
+            ranks == 1 or plan.zero in (0, 3),
+            "one data-parallel rank gathers nothing" if ranks == 1 else gathers,
+        ),
+        "recompute_early_stop": (plan.recompute == "none", "nothing is recomputed"),
+        "mesh_order": (order == usual, "the axes that have several ranks stand in the same order"),
+    }
+    return tuple(
+        f"{option_name(name)}: has no effect here: {why}"
+        for name, (idle, why) in rules.items()
+        if idle and name in plan.given
+    )
 
 
 def cluster_notes(cluster: Cluster, gpus: int) -> tuple[str, ...]:

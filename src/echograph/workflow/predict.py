@@ -17,6 +17,7 @@ import numpy.typing as npt
 from echograph.errors import EchoError, PlanError, UsageError
 from echograph.ir.columns import distinct
 from echograph.ir.graph import Graph, JobGraph, StepGraph
+from echograph.ir.passes import PASSES
 from echograph.ir.passes.base import Note, run
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind
 from echograph.models.stacks import Stack, load_stack
@@ -115,8 +116,6 @@ def simulate(
                 raise UsageError(
                     f"{option_name(name)}: {system.cluster.name} is one measured device; give a cluster of several"
                 )
-        if system.settings:
-            raise UsageError(f"--set: {system.cluster.name} is one measured device; give a cluster of several")
     where = system.cluster.with_degraded(scenario.degraded)
     if scenario.degraded:
         from echograph.simulator.flows import links_of
@@ -180,6 +179,7 @@ def predict(
     engine: str = "auto",
     trace_ranks: Sequence[int] = (),
     memory: bool = True,
+    model_communication: bool = False,
     note: Note | None = None,
 ) -> tuple[Result, JobGraph]:
     """Lowers a graph and simulates the job; a job that was traced is replayed.
@@ -192,7 +192,8 @@ def predict(
         engine: "auto", or an engine's name.
         trace_ranks: ranks whose timelines are wanted, too.
         memory: whether to work out memory.
-        note: told what could not be spread.
+        model_communication: communication takes what the cluster's model says, not what the graph holds of it.
+        note: told what could not be spread, and which options have no effect.
 
     Returns:
         The prediction, and the job with its durations.
@@ -202,16 +203,46 @@ def predict(
     """
     plan = plan or Plan()
     if isinstance(graph, JobGraph) and is_traced(graph):
-        return _replayed(graph, plan, system, scenario)
+        others = {
+            "engine": engine != "auto",
+            "trace_ranks": trace_ranks,
+            "model_communication": model_communication,
+        }
+        return _replayed(graph, plan, system, scenario, [name for name, asked in others.items() if asked])
     system = system or System(plan.cluster)
+    if model_communication:
+        graph = _without_times_of_communication(graph)
     job = lower(graph, plan, system, note)
+    if note is not None and "host_waits" in system.asked and OpKind.RECV not in job.ops.kind:
+        note("--host-waits: has no effect here: no stage receives from another")
     result = simulate(job, system, scenario, plan=plan, engine=engine, trace_ranks=trace_ranks, memory=memory)
     assert result.job is not None
     return result, result.job
 
 
-def _replayed(job: JobGraph, plan: Plan, system: System | None, scenario: Scenario) -> tuple[Result, JobGraph]:
+def _without_times_of_communication(graph: StepGraph | JobGraph) -> StepGraph | JobGraph:
+    """The graph without what it holds of the time of communications.
+
+    Raises:
+        UsageError: it holds none.
+    """
+    ops = graph.ops
+    if not np.isin(ops.kind[ops.duration.rows], COMMUNICATIONS).any():
+        raise UsageError("--model-communication: the graph holds no time of a communication: leave it out")
+    return run(graph, (PASSES["forget_communication"](),))
+
+
+def _replayed(
+    job: JobGraph, plan: Plan, system: System | None, scenario: Scenario, others: Sequence[str]
+) -> tuple[Result, JobGraph]:
     """`replay` for those who predict a step: the step is then all that was traced.
+
+    Args:
+        job: the traced job.
+        plan: whose cluster and GPUs count.
+        system: where; None: as it was traced.
+        scenario: what is scaled.
+        others: options that were given besides.
 
     Raises:
         UsageError: what a traced job has already, or what needs more than its own ranks.
@@ -221,10 +252,11 @@ def _replayed(job: JobGraph, plan: Plan, system: System | None, scenario: Scenar
     asked = [f.name for f in fields(scenario) if f.name in given(scenario) and f.name not in ("scale", "without")]
     other = "cluster" in plan.given or plan.gpus not in (None, job.world_size)
     if system is not None:
-        asked += ["set"] if system.settings and not other else []
-        asked += [name for name in ("waits", "blocking") if getattr(system.host, name)]
-    if asked:
-        raise UsageError(f"{', '.join(asked)}: not of a traced job, whose ranks run what they ran")
+        # The network of another cluster counts, and nothing that computes.
+        asked += [name for name in system.asked if not (name == "set" and other)]
+    if asked := [*asked, *others]:
+        names = ", ".join(map(option_name, asked))
+        raise UsageError(f"{names}: not of a traced job, whose ranks run what they ran")
     network = (system or System(plan.cluster)) if other else None
     result = replay(job, system=network, gpus=plan.gpus, scales=scenario.scales)
     assert result.job is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echograph.errors import UsageError
-from echograph.options import option
+from echograph.options import given, option
 from echograph.simulator.clusters import DegradedLink, SlowNode, parse_degraded
 from echograph.simulator.goodput import Reliability
 from echograph.simulator.limits import Scale, parse_scale
@@ -52,8 +52,9 @@ class Scenario:
             raise UsageError(f"--ranks {self.ranks[:20]}: choose roles or all")
         if not 1 <= self.draws <= MAX_DRAWS:
             raise UsageError(f"--draws {self.draws}: choose 1 to {MAX_DRAWS:,}")
-        if self.draws > 1 and not self.jitter:
-            raise UsageError("--draws: repeats a noisy step, give --jitter as well")
+        for name, what in (("draws", "repeats a noisy step"), ("seed", "is of the noise")):
+            if name in given(self) and not self.jitter:
+                raise UsageError(f"--{name}: {what}, give --jitter as well")
         # What is misspelt is said when the scenario is made, not when it is simulated.
         _ = self.scales, self.slow, self.degraded, self.reliability
 

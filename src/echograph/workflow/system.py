@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -20,7 +20,7 @@ from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate, Coverage, join
 from echograph.ir.profile import Profile, load_profile
 from echograph.ir.types import COMMUNICATIONS, SCRIPT, OpKind, Phase, Source
-from echograph.options import option
+from echograph.options import option, option_name
 from echograph.profiler.costs import DeviceProfile, load_device
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
 from echograph.simulator.host import IssueTimes
@@ -46,6 +46,7 @@ class System:
         host: what issuing an operation takes.
         profile: durations measured on the one device; None for a cluster.
         settings: keys of the cluster's file that have other values, as text: {"network.nic_GBps": "100"}.
+        asked: what is otherwise than the file says, by the fields of `SystemOptions`.
     """
 
     cluster: Cluster
@@ -53,6 +54,7 @@ class System:
     host: IssueTimes
     profile: Profile | None
     settings: Mapping[str, str]
+    asked: tuple[str, ...]
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class System:
         settings: Mapping[str, str] = _AS_SHIPPED,
         host_waits: bool = False,
         launch_blocking: bool = False,
-        power_limit_W: float = 0.0,
+        power_limit_W: float | None = None,
     ) -> None:
         """Resolves names and files.
 
@@ -73,20 +75,22 @@ class System:
             settings: keys of the cluster's file with other values, as text.
             host_waits: the host waits for what a pipeline stage receives.
             launch_blocking: every launch waits for its kernel.
-            power_limit_W: what a board may draw; 0: what its maker allows.
+            power_limit_W: what a board may draw, at most what its maker allows; None: that.
 
         Raises:
             UnknownNameError: no preset, device, processor or key of that name.
-            UsageError: another device for a measured profile, which is of one; a limit of power without a model.
+            UsageError: another device or limit of power for a measured profile, which is of one machine; a limit
+                that the device cannot have.
             InputError: a file cannot be read.
             DataError: a file breaks a rule of its format.
         """
+        asked = {
+            "device": device is not None, "set": settings, "host_waits": host_waits,
+            "launch_blocking": launch_blocking, "power_limit": power_limit_W is not None,
+        }  # fmt: skip
         profile, costs = None, None
         if isinstance(cluster, str | Path) and str(cluster).endswith(".pb"):
-            if device is not None:
-                raise UsageError(f"--device: {cluster} is one measured device: give a cluster to put another into")
-            profile = load_profile(str(cluster))
-            where, host = _machine(profile, Path(cluster).stem), measured_host(profile)
+            where, host, profile = _measured(str(cluster), [name for name, given in asked.items() if given])
         else:
             where = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, settings)
             costs = device if isinstance(device, DeviceProfile) else load_device(device or where.device)
@@ -100,17 +104,16 @@ class System:
 
             load_processor(where.processor)  # refuses a name that no table has, whichever framework runs
         host = replace(host, waits=host_waits, blocking=launch_blocking or host.blocking)
-        self._fill(where, costs, host, profile, settings)
+        self._fill(
+            cluster=where,
+            device=costs,
+            host=host,
+            profile=profile,
+            settings=settings,
+            asked=tuple(name for name, value in asked.items() if value),
+        )
 
-    def _fill(
-        self,
-        cluster: Cluster,
-        device: DeviceProfile | None,
-        host: IssueTimes,
-        profile: Profile | None,
-        settings: Mapping[str, str],
-    ) -> None:
-        values = {"cluster": cluster, "device": device, "host": host, "profile": profile, "settings": settings}
+    def _fill(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -123,7 +126,7 @@ class System:
             host: what issuing takes.
         """
         system = cls.__new__(cls)
-        system._fill(cluster, None, host, None, _AS_SHIPPED)
+        system._fill(cluster=cluster, device=None, host=host, profile=None, settings=_AS_SHIPPED, asked=())
         return system
 
     def with_memory(self, device_bytes: int) -> System:
@@ -140,7 +143,7 @@ class System:
             )
         system = System.__new__(System)
         cluster = replace(self.cluster, memory_bytes=device_bytes)
-        system._fill(cluster, self.device, self.host, self.profile, self.settings)
+        system._fill(**{f.name: getattr(self, f.name) for f in fields(self)} | {"cluster": cluster})
         return system
 
     def annotate(self, graph: G, costs: Known | None = None) -> G:
@@ -260,8 +263,8 @@ class SystemOptions:
     )
     launch_blocking: bool = option(False, "Every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1).")
 
-    power_limit: float = option(
-        0.0, "Watts that a board may draw (nvidia-smi --power-limit).", "what its maker allows"
+    power_limit: float | None = option(
+        None, "Watts that a board may draw (nvidia-smi --power-limit).", "what its maker allows"
     )
 
     def system(self, cluster: str) -> System:
@@ -281,17 +284,19 @@ class SystemOptions:
         )
 
 
-def _limited(device: DeviceProfile, power_limit_W: float) -> DeviceProfile:
+def _limited(device: DeviceProfile, power_limit_W: float | None) -> DeviceProfile:
     """The device with another limit of power."""
-    if not power_limit_W:
+    if power_limit_W is None:
         return device
     if device.power is None:
         raise UsageError(f"--power-limit: nothing is known of the power of {device.name}: leave it out")
-    least = device.power.static_W
-    if not least < power_limit_W <= 1e6:
-        raise UsageError(f"--power-limit {power_limit_W:g}: {device.name} draws {least:g} W at rest: give more")
-    # A board does not draw more than its maker allows.
-    power = msgspec.structs.replace(device.power, limit_W=min(power_limit_W, device.power.limit_W))
+    least, most = device.power.static_W, device.power.limit_W
+    if not least < power_limit_W <= most:
+        raise UsageError(
+            f"--power-limit {power_limit_W:g}: {device.name} draws {least:g} W at rest, and its maker allows "
+            f"{most:g} W: give more than the one, and at most the other"
+        )
+    power = msgspec.structs.replace(device.power, limit_W=power_limit_W)
     return msgspec.structs.replace(device, power=power)
 
 
@@ -329,6 +334,17 @@ def measured_host(profile: Profile) -> IssueTimes:
         launch_ps=environment.host_op_picoseconds - environment.host_view_picoseconds,
         blocking=environment.threads > 0,
     )
+
+
+def _measured(path: str, asked: Sequence[str]) -> tuple[Cluster, IssueTimes, Profile]:
+    """The one machine that a profile was measured on, of which little can be otherwise than it was."""
+    for name in asked:
+        if name != "launch_blocking":
+            raise UsageError(
+                f"{option_name(name)}: {path} is one measured device: give a cluster, or leave it out"
+            )
+    profile = load_profile(path)
+    return _machine(profile, Path(path).stem), measured_host(profile), profile
 
 
 def _machine(profile: Profile, name: str) -> Cluster:

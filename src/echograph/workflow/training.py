@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 from echograph.errors import UsageError
-from echograph.options import option
+from echograph.options import given, option, option_name
 from echograph.simulator.result import Result
 from echograph.units import format_count, parse_count
 from echograph.workflow.system import System
@@ -33,21 +33,22 @@ class TrainingOptions:
     days: float | None = option(
         None, "Days that the training may take: the fewest GPUs that it needs.", "not asked"
     )
-    gpu_hour: float = option(0.0, "Price of one GPU for an hour, in any currency.", "not asked")
-    pue: float = option(PUE, "Power of the site over that of its computers.", f"{PUE}, Uptime Institute 2024")
-    g_per_kwh: float = option(0.0, "Grams of CO2 for a kilowatt-hour of the site.", "not asked")
+    gpu_hour: float | None = option(None, "Price of one GPU for an hour, in any currency.", "not asked")
+    pue: float | None = option(
+        None, "Power of the site over that of its computers.", f"{PUE}, Uptime Institute 2024"
+    )
+    g_per_kwh: float | None = option(None, "Grams of CO2 for a kilowatt-hour of the site.", "not asked")
 
     def __post_init__(self) -> None:
         if self.train_tokens and not parse_count(self.train_tokens):
             raise UsageError(f"--train-tokens {self.train_tokens[:40]}: give a number, as 1T, 300B or 2e12")
-        if not self.train_tokens and (self.gpu_hour or self.g_per_kwh or self.days is not None):
-            raise UsageError("--days, --gpu-hour, --g-per-kwh: are of a training: give --train-tokens as well")
-        for name, value, least in (
-            ("--gpu-hour", self.gpu_hour, 0),
-            ("--pue", self.pue, 1), ("--g-per-kwh", self.g_per_kwh, 0),
-        ):  # fmt: skip
-            if not least <= value < 1e9:
-                raise UsageError(f"{name} {value:g}: give {least} or more")
+        if not self.train_tokens and (alone := given(self)):
+            names = ", ".join(map(option_name, alone))
+            raise UsageError(f"{names}: is of a training: give --train-tokens as well")
+        for name, least in (("gpu_hour", 0), ("pue", 1), ("g_per_kwh", 0)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < 1e9:
+                raise UsageError(f"{option_name(name)} {value:g}: give {least} or more")
         if self.days is not None and not 0 < self.days < 1e9:
             raise UsageError(f"--days {self.days:g}: give more than 0")
 
@@ -66,7 +67,7 @@ class TrainingOptions:
 
     def most_step_s(self, tokens: int) -> float:
         """Seconds that a step may take, failures included, for the training to end within its days."""
-        return self.days * _DAY_S / self.steps(tokens) if self.days else inf
+        return inf if self.days is None else self.days * _DAY_S / self.steps(tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ def training(result: Result, system: System, asked: TrainingOptions) -> Training
         asked: of the training.
 
     Raises:
-        UsageError: failures leave no time to train.
+        UsageError: failures leave no time to train, or nothing is known of the power that is asked about.
     """
     if not asked.tokens:
         return None
@@ -141,17 +142,21 @@ def training(result: Result, system: System, asked: TrainingOptions) -> Training
     seconds, (low, high) = (steps * result.step_s / share, result.interval_s)
     hours = result.gpus * seconds / _HOUR_S
     joules = step_energy(result, system)
-    energy = None if joules is None else asked.pue * steps / share * joules / _KWH_J
+    if joules is None and (about := [name for name in ("pue", "g_per_kwh") if name in given(asked)]):
+        names = ", ".join(map(option_name, about))
+        raise UsageError(f"{names}: nothing is known of the power of {result.device}: leave it out")
+    pue = PUE if asked.pue is None else asked.pue
+    energy = None if joules is None else pue * steps / share * joules / _KWH_J
     return Training(
         tokens=asked.tokens,
         steps=steps,
         days=seconds / _DAY_S,
         days_interval=(steps * low / share / _DAY_S, steps * high / share / _DAY_S),
         gpu_hours=hours,
-        price=asked.gpu_hour * hours if asked.gpu_hour else None,
+        price=None if asked.gpu_hour is None else asked.gpu_hour * hours,
         energy_kwh=energy,
-        co2_kg=energy * asked.g_per_kwh / 1000 if energy is not None and asked.g_per_kwh else None,
-        pue=asked.pue,
+        co2_kg=None if energy is None or asked.g_per_kwh is None else energy * asked.g_per_kwh / 1000,
+        pue=pue,
     )
 
 

@@ -43,7 +43,7 @@ REFUSED = {
         "    if loss.item() > 3:\n        break\n",
         "train.py:12: a comparison with a tensor's value decides",
     ),
-    "shape by values": ("    x = torch.empty(4).nonzero()\n", "train.py:12: 'aten.nonzero"),
+    "shape by values": ("    x = torch.empty(4).nonzero()\n", "train.py:12: how many elements 'nonzero' finds"),
     "wants more ranks": (
         "    dist.new_group([0, 5])\n",
         "train.py:12: ",

@@ -40,7 +40,7 @@ def most_step_s(graph: StepGraph | JobGraph, global_batch: int | None, asked: Tr
     Raises:
         UsageError: the samples of a step are not said.
     """
-    if not asked.days:
+    if asked.days is None:
         return inf
     if global_batch is None:
         raise UsageError("--days: say how many samples a step has, on however many GPUs: give --global-batch")
