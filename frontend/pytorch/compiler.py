@@ -23,7 +23,7 @@ from torch._guards import GuardSource, Source
 from torch.utils._python_dispatch import _disable_current_modes
 
 _NAME = "torch._dynamo"
-_IMPORTS: Any = importlib._bootstrap  # type: ignore[attr-defined]  # its locks know of threads that wait for each other
+_IMPORTS: Any = importlib._bootstrap  # its locks know of threads that wait for each other
 
 
 @contextmanager

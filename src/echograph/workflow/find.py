@@ -184,7 +184,9 @@ def find_plans(
         names = [name.strip() for name in asked.compare_clusters.split(",")]
         return compare_clusters(graph, base, names, options, scenario, of_training, **how)
     system = options.system(base.cluster)
-    found = search(graph, base, system, scenario, **how, **({} if asked.top is None else {"top": asked.top}))
+    if asked.top is not None:
+        how["top"] = asked.top
+    found = search(graph, base, system, scenario, **how)
     return PlansFound(
         found=found,
         training=_training_of(found, graph, system, scenario, of_training),

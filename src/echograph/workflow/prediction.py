@@ -26,6 +26,7 @@ from echograph.workflow.system import System
 from echograph.workflow.training import Training, TrainingOptions, training
 
 if TYPE_CHECKING:
+    from echograph.workflow.search.branch import Candidate
     from echograph.workflow.search.sizing import Largest
 
 
@@ -60,7 +61,7 @@ class GpusNeeded:
     """The fewest GPUs for a training to end in time, and what the training takes on them."""
 
     days: float
-    step: Any
+    step: Candidate
     training: Training | None
 
     def to_json(self) -> dict[str, Any]:
