@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from echograph.frontend.pytorch.annotate import FORWARD, NUMBER, PHASE, VAL, call_nodes
+from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, NUMBER, PHASE, VAL, call_nodes
 from echograph.ir.types import Attention, Attributes, Convolution, Gemm
 
 _ALLOCATIONS = frozenset(
@@ -330,6 +330,10 @@ _NOT_READ = {
 }
 
 
+# Of those, what autograd keeps until then all the same, since the formula of a gradient names it.
+_KEPT = {"nll_loss_backward": "self", "nll_loss2d_backward": "self"}
+
+
 def tensor_bytes(value: Tensor) -> int:
     """Bytes of memory behind a tensor's elements; an expanded dimension (stride 0) repeats the same ones."""
     count = 1
@@ -347,6 +351,18 @@ def read_arguments(node: Node) -> dict[str, Any]:
     if "out" in written_arguments(node):
         skipped = (*skipped, "out")  # where the result goes: `torch.mm(a, b, out=c)`
     return {name: value for name, value in arguments(node).items() if name not in skipped}
+
+
+def kept_argument(node: Node) -> Node | None:
+    """What lives until an operator though nothing reads its values then or later; None: nothing does.
+
+    Under autocast this is the loss's copy in fp32 of log-probabilities in 16 bits.
+    """
+    kept = arguments(node).get(_KEPT.get(plain_name(node), ""))
+    if not isinstance(kept, Node):
+        return None
+    later = any(user is not node and user.meta.get(PHASE) == BACKWARD for user in kept.users)
+    return None if later else kept
 
 
 def bytes_moved(node: Node) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from echograph.frontend.pytorch.call_nodes import (
     is_getitem,
     is_multi_tensor,
     is_view,
+    kept_argument,
     node_flops,
     qualified_name,
     read_arguments,
@@ -181,7 +182,7 @@ class GraphLowering:
         if is_view(node):
             self._declare_allocation(node.all_input_nodes[0])
         written = [named[name] for name in written_arguments(node)]
-        inputs = self.present(list(_nodes(list(read_arguments(node).values()))))
+        inputs = self.present([*_nodes(list(read_arguments(node).values())), *_nodes([kept_argument(node)])])
         order = self.order(node, inputs)
         view_of = inputs[0] if is_view(node) and inputs else None
         results = [self._result(node, i, value, view_of) for i, value in enumerate(_values(node))]

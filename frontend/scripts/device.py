@@ -38,6 +38,7 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
 from echograph.frontend.scripts import places, streams, values
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
+from echograph.frontend.scripts.autocast import as_on_cuda
 from echograph.frontend.scripts.fakes import option_for
 from echograph.frontend.scripts.found import finding, finds
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
@@ -652,7 +653,7 @@ def _moves(world: World) -> Iterator[AbstractContextManager[None]]:
         yield replaced(torch.nn.Module, "cuda", lambda module, *_, **__: mark_module(module))
         yield replaced(torch.nn.Module, "cpu", lambda module: mark_module(module, False))
         yield patched(torch.nn.Module, "to", _to)
-        yield patched(torch.autocast, "__init__", _of_cpu)
+        yield as_on_cuda()
         yield patched(torch.amp.GradScaler, "__init__", _scaler)
 
 
@@ -710,17 +711,6 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
         return mark_module(module, is_gpu(target))
 
     return to
-
-
-def _of_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if is_gpu(args[0] if args else kwargs.get("device_type")):
-            args, kwargs = ("cpu", *args[1:]), {k: v for k, v in kwargs.items() if k != "device_type"}
-            if len(args) < 2 and kwargs.get("dtype") is None:  # those of CPUs and GPUs differ
-                kwargs["dtype"] = torch.get_autocast_dtype("cuda")
-        original(self, *args, **kwargs)
-
-    return init
 
 
 def _scaler(original: Callable[..., Any]) -> Callable[..., Any]:

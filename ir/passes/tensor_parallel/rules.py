@@ -424,7 +424,10 @@ def _nll_loss(site: OpSchema) -> Decision | None:
 def _nll_loss_backward(site: OpSchema) -> Decision | None:
     if not site.forward or not isinstance(site.forward[0], Shard):
         return None
-    return Decision((WHOLE,) * len(site.inputs), (site.forward[0],))
+    kept = site.outputs[0]  # log-probabilities that autograd keeps, as the loss had them
+    return Decision(
+        tuple(site.forward[0] if shape == kept else WHOLE for shape in site.inputs), (site.forward[0],)
+    )
 
 
 def _embedding(site: OpSchema) -> Decision | None:
