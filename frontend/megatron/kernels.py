@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 
 def _untold(maker: str) -> AbstractContextManager[None]:
@@ -17,7 +18,7 @@ def _untold(maker: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-_region: Callable[[str], AbstractContextManager[None]] = _untold
+_region: Callable[[str], AbstractContextManager[Any]] = _untold
 
 
 def within(maker: str) -> AbstractContextManager[None]:
@@ -26,7 +27,7 @@ def within(maker: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def told(region: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+def told(region: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
     """In the context, what runs within a kernel that Transformer Engine has of its own is in such a region."""
     global _region
     before, _region = _region, region

@@ -370,28 +370,28 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         return self._with(MODULE, path)
 
     @contextmanager
-    def in_region(self, maker: str) -> Iterator[None]:
+    def in_region(self, maker: str) -> Iterator[KernelRegion | None]:
         """What runs is one kernel that is written by hand (`FUSED`), or compiled; an inner region is of the outer.
 
         Its backward pass is one, too, unless autograd does not see it: functions with a backward pass of their own
-        (`torch.autograd.Function`) say what that runs.
+        (`torch.autograd.Function`) say what that runs. Gives the region; None: it is part of another.
         """
         if REGION in self._context:
-            yield
+            yield None
             return
         region = self._region(maker)
         if torch.is_grad_enabled():
             self._seen.add(region)
         with self._with(REGION, region):
-            yield
+            yield region
 
-    def _region(self, maker: str) -> KernelRegion:
+    def _region(self, maker: str, of: int = 0) -> KernelRegion:
         self._regions += 1
-        return KernelRegion(maker, self._regions)
+        return KernelRegion(maker, self._regions, of)
 
     def _backward_region(self, of: KernelRegion) -> KernelRegion:
         if of not in self._backward_of:
-            self._backward_of[of] = made = self._region(of.maker)
+            self._backward_of[of] = made = self._region(of.maker, of.number)
             self._forward_of[made] = of
         return self._backward_of[of]
 

@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
+from echograph.frontend.pytorch.capture import seen_by_a_compiler
 from echograph.frontend.pytorch.known_values import given, real
 from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import Adapter, once_imported, patched, replaced
@@ -36,11 +38,11 @@ from echograph.frontend.scripts.checks import one_rank
 from echograph.frontend.scripts.collectives import coalesced
 from echograph.frontend.scripts.host_work import batched, compiled
 from echograph.frontend.scripts.places import mark, put_there
-from echograph.frontend.scripts.recorder import ScriptRecorder
+from echograph.frontend.scripts.recorder import REGION, ScriptRecorder
 from echograph.frontend.scripts.saved import Saved, headers_alone
 from echograph.frontend.scripts.values import line_of_script
 from echograph.frontend.scripts.world import World
-from echograph.ir.passes.fuse import COMPILED
+from echograph.ir.passes.fuse import COMPILED, KernelRegion
 
 _STAGE = "torch.distributed.pipelining.stage"
 
@@ -343,10 +345,27 @@ def compiling(recorder: ScriptRecorder, frameworks: tuple[str, ...] = ()) -> Cal
 def _region(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with recorder.in_region(COMPILED):
-            return function(*args, **kwargs)
+        with recorder.in_region(COMPILED) as region, seen_by_a_compiler():
+            made = function(*args, **kwargs)
+        if region is not None and recorder.is_recording and torch.is_grad_enabled():
+            for result in tree_leaves(made):
+                if isinstance(result, Tensor) and result.requires_grad:
+                    hook = partial(_whole_gradient, recorder.node_of(result), region)
+                    result.register_hook(hook)  # type: ignore[no-untyped-call]
+        return made
 
     return run
+
+
+def _whole_gradient(made: Node, region: KernelRegion, gradient: Tensor) -> Tensor | None:
+    """The gradient of what a compiled function returned, which its backward pass is given whole.
+
+    A result that the script makes nothing of, as a model's logits beside its loss, has one of zeros, which are
+    there and are added (`torch.autograd.Function.set_materialize_grads`, on in AOTAutograd; seen on an H200).
+    """
+    regions = [user.meta.get(REGION) for user in made.users]
+    unused = all(its is not None and region.number in (its.number, its.of) for its in regions)
+    return gradient + torch.zeros_like(gradient) if unused else None
 
 
 def _spawn(world: World) -> Callable[..., None]:

@@ -32,7 +32,8 @@ from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.passes.fold import LABEL
-from echograph.ir.passes.rewrite import StepWriter
+from echograph.ir.passes.fuse_loss import fuse_losses
+from echograph.ir.passes.rewrite import StepWriter, issued
 
 _MOVES = ("aten.cat", "aten.slice_backward", "aten.clone")
 _POINTWISE = {
@@ -64,10 +65,12 @@ class KernelRegion:
     Attributes:
         maker: `FUSED` or `COMPILED`.
         number: tells it from others.
+        of: the number of the region that it is the gradient of, where autograd made it; 0: of none.
     """
 
     maker: str
     number: int
+    of: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -127,17 +130,24 @@ class Fuse:
 def fuse_regions(job: JobGraph, regions: Sequence[KernelRegion | None]) -> JobGraph:
     """A captured job in which the regions of its script are kernels.
 
-    Other than in `Fuse`, random numbers of a dropout join a kernel, too, and what a script keeps for backward is
-    kept: its own functions say so. What a compiled region writes in place joins as well: a compiler works out new
-    values, and writes the last of them over the first.
+    Other than in `Fuse`, random numbers of a dropout join a kernel, too. A compiler that has both passes chooses
+    what is kept between them, and has the loss in one kernel each; where a script's own functions say what is
+    kept, that is kept. What a compiled region writes in place joins as well: a compiler works out new values, and
+    writes the last of them over the first.
 
     Args:
         job: with a region, or none, for each row of its operations.
         regions: as many; equal regions are one.
     """
+    whole = [r.of or r.number if r is not None and r.maker == COMPILED else None for r in regions]
+    job, rows = fuse_losses(job, whole)
+    regions = [regions[row] for row in rows]
     found = _Finder(job, "regions", regions).kernels()
     makers = {row: region.maker for row, region in enumerate(regions) if region is not None}
-    return _Writer(job, _Traffic(job, found, []), "", makers).write_as(JobGraph)
+    both = {region.of for region in regions if region is not None}
+    compiled = {row: whole[before] for row, before in enumerate(rows) if whole[before] in both}
+    again = [kernel for kernel in found if kernel.rows[0] in compiled]
+    return _Writer(job, _Traffic(job, found, again, compiled), "", makers).write_as(JobGraph)
 
 
 class _Finder:
@@ -369,12 +379,19 @@ class _Traffic:
 
     Attributes:
         of: the kernel of each row that is part of one, or a view of what it makes.
+        compiled: of rows of captured jobs, what is compiled at a time: nothing else computes its results again.
         outside: tensors of kernels that are written, as others read them, and views that are read.
         again: results that are not written, with what they are computed from where they are read.
     """
 
-    def __init__(self, graph: Graph, found: list[_Kernel], again: list[_Kernel]) -> None:
-        self.graph = graph
+    def __init__(
+        self,
+        graph: Graph,
+        found: list[_Kernel],
+        again: list[_Kernel],
+        compiled: Mapping[int, int | None] = MappingProxyType({}),
+    ) -> None:
+        self.graph, self.compiled = graph, compiled
         self.of = {row: kernel for kernel in found for row in (*kernel.rows, *kernel.views)}
         self.again: dict[int, tuple[int, ...]] = {}
         inputs = graph.ops.inputs
@@ -468,13 +485,16 @@ class _Traffic:
         """What a kernel makes a result of: what it has read, and what it has left of rows."""
         graph = self.graph
         row = int(graph.maker[tensor])
-        outside = self.of.get(row) is not kernel or graph.strings[graph.ops.name[row]] in _REDUCTIONS
+        name = graph.strings[graph.ops.name[row]] if row != NONE else ""
+        outside = self.of.get(row) is not kernel or name in _REDUCTIONS
         of_rows = not graph.ops.is_view[row] and prod(graph.tensors.shape.row(tensor)) <= kernel.reduced
         if outside or (kernel.reduced and of_rows):
             yield tensor
         else:
             for before in graph.ops.inputs.row(row):
                 yield from self._sources(before, kernel)
+            if name == _RANDOM:  # what was drawn is kept
+                yield graph.ops.outputs.row(row)[1]
 
     def _kernels_that_read(self, tensor: int, kernel: _Kernel, bound: set[int]) -> list[_Kernel] | None:
         """The other kernels that read a result, or views of it; None where something else does."""
@@ -488,7 +508,7 @@ class _Traffic:
                 if more is None:
                     return None
                 found += [k for k in more if k not in found]
-            elif its is None:
+            elif its is None or self.compiled.get(row) != self.compiled.get(kernel.rows[0]):
                 return None
             elif its is not kernel and its not in found:
                 found.append(its)
@@ -551,7 +571,7 @@ class _Writer(StepWriter):
         elif isinstance(op, t.Compute) and op.name.removesuffix("_backward") in _NORMS:
             prefix = self.prefixes.get(op.id, self.prefix or "aten")
             name = f"{prefix}.{op.name.removeprefix('aten.')}"
-            self.copy(replace(op, name=name, durations=tuple(_issued([op]))))
+            self.copy(replace(op, name=name, durations=tuple(issued([op]))))
         else:
             self.copy(op)
 
@@ -584,19 +604,9 @@ class _Writer(StepWriter):
             forward_op=self.part.ops[forward] if forward is not None and forward >= 0 else forward,
             bytes_read=traffic.nbytes(read),
             bytes_written=traffic.nbytes(kept),
-            durations=_issued([graph.ops[row] for row in kernel.rows]),
+            durations=issued([graph.ops[row] for row in kernel.rows]),
         )
         self.part.ops |= dict.fromkeys((*kernel.rows, *kernel.views), new)
-
-
-def _issued(ops: Sequence[t.Op]) -> list[t.Duration]:
-    """What issuing some operations as one takes: on any host, where that is known of each; their scripts' work."""
-    known = [[duration for duration in op.durations if duration.device == t.ANY_HOST] for op in ops]
-    works = [duration for op in ops for duration in op.durations if duration.device.endswith(t.SCRIPT)]
-    found = list(known[-1]) if all(known) else []
-    if works:
-        found.append(replace(works[0], picoseconds=sum(each.picoseconds for each in works)))
-    return found
 
 
 def _bound(graph: Graph, bindings: tuple[int, ...]) -> list[int]:

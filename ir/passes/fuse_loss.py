@@ -13,15 +13,16 @@ common/triton/cross_entropy.py); the gradient is made of these and the rank's ow
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
-from echograph.ir.graph import StepGraph
-from echograph.ir.passes.rewrite import StepWriter
+from echograph.ir.graph import Graph, JobGraph, StepGraph
+from echograph.ir.passes.rewrite import StepWriter, issued
 
 _SOFTMAX, _LOSS = "aten._log_softmax", "aten.nll_loss_forward"
 _LOSS_BACKWARD, _SOFTMAX_BACKWARD = "aten.nll_loss_backward", "aten._log_softmax_backward_data"
@@ -50,6 +51,26 @@ class FuseLoss:
         return _LossWriter(graph, losses).write()
 
 
+def fuse_losses(job: JobGraph, within: Sequence[Hashable]) -> tuple[JobGraph, list[int]]:
+    """A captured job with fused cross-entropy losses where a compiler has all of a loss, and its gradient.
+
+    Args:
+        job: of one block.
+        within: for each row, what is compiled at a time, forward and backward; None: nothing is.
+
+    Returns:
+        The job, and the row that each of its rows comes from.
+    """
+    losses = [
+        loss for loss in _LossFinder(job).losses()
+        if within[loss.forward] is not None and len({within[row] for row in loss.rows}) == 1
+    ]  # fmt: skip
+    if not losses:
+        return job, list(range(len(job.ops)))
+    writer = _LossWriter(job, losses)
+    return writer.write_as(JobGraph), writer.origin
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loss:
     """A loss and its gradient.
@@ -75,7 +96,7 @@ class _Loss:
 
 
 class _LossFinder:
-    def __init__(self, graph: StepGraph) -> None:
+    def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.readers: dict[int, list[int]] = defaultdict(list)
         inputs = graph.ops.inputs
@@ -93,17 +114,30 @@ class _LossFinder:
         ops = self.graph.ops
         (probabilities,) = ops.outputs.row(softmax)
         reading = {self.names[row]: row for row in self.readers[probabilities]}
-        if len(self.readers[probabilities]) != 2 or reading.keys() != {_LOSS, _SOFTMAX_BACKWARD}:
+        if len(self.readers[probabilities]) != 2 or _SOFTMAX_BACKWARD not in reading:
             return None
-        forward, backward = reading[_LOSS], reading[_SOFTMAX_BACKWARD]
+        backward = reading.pop(_SOFTMAX_BACKWARD)
+        converts: list[int] = []
+        if _CONVERT in reading:  # the loss is in fp32, of log-probabilities in 16 bits
+            converts = [reading[_CONVERT]]
+            reading = {self.names[row]: row for row in self.readers[ops.outputs.row(converts[0])[0]]}
         picked = ops.inputs.row(backward)[0]
         before = int(self.graph.maker[picked])
-        if before == NONE or self.names[before] != _LOSS_BACKWARD or self.readers[picked] != [backward]:
+        if converts and before != NONE and self.names[before] == _CONVERT and self.readers[picked] == [backward]:
+            converts.append(before)
+            backward_of, picked = before, ops.inputs.row(before)[0]
+            before = int(self.graph.maker[picked])
+        else:
+            backward_of = backward
+        if before == NONE or self.names[before] != _LOSS_BACKWARD or self.readers[picked] != [backward_of]:
             return None
+        if reading.pop(_LOSS_BACKWARD, before) != before or reading.keys() != {_LOSS}:
+            return None
+        forward = reading[_LOSS]
         logits, above = self._up(ops.inputs.row(softmax)[0], softmax)
         last, below = self._down(backward)
         return _Loss(
-            rows=frozenset((*above, softmax, forward, before, backward, *below)),
+            rows=frozenset((*above, softmax, *converts, forward, before, backward, *below)),
             forward=forward,
             backward=last,
             logits=logits,
@@ -185,13 +219,24 @@ _NUMBERS_OF_A_ROW = 3
 
 
 class _LossWriter(StepWriter):
-    def __init__(self, graph: StepGraph, losses: list[_Loss]) -> None:
+    """Writes the kernels of losses in place of their operations.
+
+    Attributes:
+        origin: of each row that is written, the row that it comes from.
+    """
+
+    def __init__(self, graph: Graph, losses: list[_Loss]) -> None:
         super().__init__(graph)
+        self.origin: list[int] = []
         self.of = {row: loss for loss in losses for row in loss.rows}
         self.exchanges = {loss.exchange for loss in losses}
         self.sums: dict[int, int] = {}
 
     def operation(self, op: t.Op) -> None:
+        self._write(op)
+        self.origin += [op.id] * (self.builder.op_count() - len(self.origin))
+
+    def _write(self, op: t.Op) -> None:
         loss = self.of.get(op.id)
         if isinstance(op, t.Collective) and op.id in self.exchanges:
             self.copy(replace(op, bytes_per_rank=_NUMBERS_OF_A_ROW * op.bytes_per_rank))
@@ -217,23 +262,34 @@ class _LossWriter(StepWriter):
             stream=op.stream,
             bytes_read=tensors[loss.logits].nbytes + tensors[loss.target].nbytes,
             bytes_written=t.DType.FP32.nbytes(prod(rows)) * (1 if loss.exchange is None else _NUMBERS_OF_A_ROW),
+            **self._issue(loss, op),
         )
         self.part.ops |= dict.fromkeys(loss.rows, self.part.ops[op.id])
 
     def _backward(self, op: t.Op, loss: _Loss) -> None:
         graph, tensors = self.graph, self.graph.tensors
         before = next(r for r in sorted(loss.rows) if graph.strings[graph.ops.name[r]] == _LOSS_BACKWARD)
-        scalars = [i for i in graph.ops.inputs.row(before) if i != loss.target]
+        (of_all,) = graph.ops.outputs.row(before)
+        written_out = tensors[of_all].shape  # as log-probabilities that autograd keeps
+        others = [i for i in graph.ops.inputs.row(before) if i != loss.target and tensors[i].shape != written_out]
         (gradient,) = op.outputs
         total = self.sums[loss.forward]
         self.part.ops[op.id] = self.builder.compute(
             "fused.cross_entropy_backward",
             phase=op.phase,
             module=op.module,
-            inputs=(*map(self.tensor, scalars), self.tensor(loss.logits), self.tensor(loss.target), total),
+            inputs=(*map(self.tensor, others), self.tensor(loss.logits), self.tensor(loss.target), total),
             outputs=(self.tensor(gradient),),
             stream=op.stream,
             forward_op=self.part.ops[loss.forward],
             bytes_read=tensors[loss.logits].nbytes + tensors[loss.target].nbytes,
             bytes_written=tensors[gradient].nbytes,
+            **self._issue(loss, op),
         )
+
+    def _issue(self, loss: _Loss, op: t.Op) -> dict[str, Any]:
+        """What one of its kernels waits for, and what issuing it takes: as the operations of its phase."""
+        ops = [self.graph.ops[row] for row in sorted(loss.rows)]
+        ops = [each for each in ops if each.phase == op.phase and not self.graph.ops.is_view[each.id]]
+        waits = {before for each in ops for before in each.deps if before not in loss.rows}
+        return {"durations": issued(ops), "deps": sorted(self.part.ops[before] for before in waits)}

@@ -30,6 +30,7 @@ __all__ = [
     "copy_tables",
     "empty_copy",
     "in_micro_batch",
+    "issued",
 ]
 
 Call = tuple[int, int, int, int, int]
@@ -105,6 +106,16 @@ ADD_TO_GRADIENT = "aten.add_"
 def in_micro_batch(calls: Iterable[Call], micro_batch: int) -> list[Call]:
     """The same calls for a micro-batch."""
     return [(block, begin, end, instance, micro_batch) for block, begin, end, instance, _ in calls]
+
+
+def issued(ops: Sequence[t.Op]) -> list[t.Duration]:
+    """What issuing some operations as one takes: on any host, where that is known of each; their scripts' work."""
+    known = [[duration for duration in op.durations if duration.device == t.ANY_HOST] for op in ops]
+    works = [duration for op in ops for duration in op.durations if duration.device.endswith(t.SCRIPT)]
+    found = list(known[-1]) if all(known) else []
+    if works:
+        found.append(replace(works[0], picoseconds=sum(each.picoseconds for each in works)))
+    return found
 
 
 @dataclass(slots=True, kw_only=True)
