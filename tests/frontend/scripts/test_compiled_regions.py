@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from echograph.frontend.pytorch.capture import plain_attention_masks, seen_by_a_compiler
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
@@ -140,3 +141,65 @@ def test_deterministic_algorithms_fill_memory_and_fix_an_order(tmp_path: Path, f
     assert orders == {fixed}
     assert ("aten.fill_" in names(job, Phase.FORWARD)) is fixed
     assert not torch.are_deterministic_algorithms_enabled(), "the next script has its own"
+
+
+def test_a_compiler_computes_again_what_is_cheaper_so(tmp_path: Path) -> None:
+    """What only backward reads of a gate is made of what it has read; a function of its own says what it keeps."""
+    job = captured(tmp_path, gate="gate = torch.compile(gate)")
+    (gate,) = [op for op in job.ops if op.name == "compiled.mul" and op.phase == Phase.FORWARD]
+    assert [job.tensors[i].shape for i in gate.outputs] == [(32, 64)]
+
+
+LANGUAGE_MODEL = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(1000, 64), nn.Linear(64, 1000)
+
+    def forward(self, tokens):
+        logits = self.head(self.embed(tokens))
+        return nn.functional.cross_entropy({logits}, tokens), logits
+
+model = torch.compile(Model().cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    tokens = torch.zeros(256, dtype=torch.long, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss, logits = model(tokens)
+    {then}
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("logits", ["logits", "logits.float()"])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_compiled_loss_is_a_kernel_each_way(tmp_path: Path, logits: str, used: bool) -> None:
+    """And logits that a script makes nothing of have a gradient of zeros, as AOTAutograd is given it."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        LANGUAGE_MODEL.format(logits=logits, then="loss = loss + logits.sum()" if used else "del logits")
+    )
+    job = capture_script(Script(path=path), World(size=1), TorchAdapter()).graph
+    assert isinstance(job, JobGraph)
+    forward, backward = names(job, Phase.FORWARD), names(job, Phase.BACKWARD)
+    assert forward.count("fused.cross_entropy") == backward.count("fused.cross_entropy_backward") == 1
+    assert not [name for name in forward + backward if "softmax" in name or "nll" in name]
+    zeros = [op for op in job.ops if op.name == "aten.zeros_like" and op.phase == Phase.BACKWARD]
+    assert [job.tensors[op.outputs[0]].shape for op in zeros] == ([] if used else [(256, 1000)])
+
+
+def test_a_mask_is_what_a_compiler_sees_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers leaves a causal mask out where it can look at positions, and builds it where it cannot."""
+    masking = pytest.importorskip("transformers.masking_utils")
+    monkeypatch.setattr(masking, "find_packed_sequence_indices", lambda _: "packed")
+    with plain_attention_masks():
+        assert masking.find_packed_sequence_indices(None) is None
+        with seen_by_a_compiler():
+            assert masking.find_packed_sequence_indices(None) == "packed"
+        assert masking.find_packed_sequence_indices(None) is None
+    assert masking.find_packed_sequence_indices(None) == "packed"
