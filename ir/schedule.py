@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int64, distinct
+from echograph.ir.columns import NONE, Int64, ascending, distinct, equal_rows
 from echograph.ir.graph import Graph, JobGraph, Program
 
 
@@ -16,6 +16,10 @@ class Schedule:
     Args:
         graph: the graph of the program.
         program: one of its programs; every operation of an instance and micro-batch runs at most once.
+
+    Attributes:
+        starts: int64 [calls + 1], the position with which each call begins, and how many there are.
+        order: int64 [calls], calls by instance, then micro-batch, then operation.
     """
 
     def __init__(self, graph: Graph, program: Program) -> None:
@@ -27,8 +31,8 @@ class Schedule:
         self._ops = max(1, len(graph.ops))
         self._micro_batches = int(micro_batch.max()) + 1 if len(self.calls) else 1
         keys = self._key(instance, micro_batch, begin)
-        order = np.argsort(keys, kind="stable")
-        self._order, self._keys = order, keys[order]
+        self.order = ascending(keys)
+        self._keys = keys[self.order]
 
     def _key(self, instance: Int64, micro_batch: Int64, op: Int64) -> Int64:
         return (instance * self._micro_batches + micro_batch) * self._ops + op
@@ -47,7 +51,7 @@ class Schedule:
         if len(self._keys) == 0:
             return np.full(op.shape, NONE, np.int64)
         slot = np.searchsorted(self._keys, self._key(instance, micro_batch, op), side="right") - 1
-        call = self._order[np.maximum(slot, 0)]
+        call = self.order[np.maximum(slot, 0)]
         block, begin, end, its_instance, its_micro_batch = (self.calls[call, i] for i in range(5))
         inside = (slot >= 0) & (op >= begin) & (op < end) & (its_instance == instance)
         inside &= (its_micro_batch == micro_batch) & (
@@ -104,8 +108,8 @@ class Edges:
     def _through_ports(self, schedule: Schedule) -> _Pairs:
         """Where the maker is an operation of another block or instance."""
         calls, size = schedule.calls, len(self.job.ops) + 1
-        homes, home = np.unique(calls[:, 0] * self._instances + calls[:, 3], return_inverse=True)
-        block, instance = np.divmod(homes, self._instances)
+        first, home = equal_rows(calls[:, 0] * self._instances + calls[:, 3])
+        block, instance = calls[first, 0], calls[first, 3]
         bounds = np.array([(b.ops.start, b.ops.stop) for b in self.job.blocks], np.int64)[block]
         at, place = spread(*np.searchsorted(self._port_readers, bounds.T))
         reader = self._port_readers[place]
@@ -138,12 +142,12 @@ def _last_run(schedule: Schedule, instance: Int64, op: Int64, before: Int64) -> 
     """Positions of the last runs of operations, in any micro-batch, before given positions; -1 where none."""
     if not len(op):
         return op
-    which, query = np.unique(np.stack([instance, op]), axis=1, return_inverse=True)
-    runs = schedule.position(which[0][:, None], schedule.micro_batches[None], which[1][:, None])
+    first, query = equal_rows(instance * (int(op.max()) + 1) + op)
+    runs = schedule.position(instance[first, None], schedule.micro_batches[None], op[first, None])
     # All runs in one ascending row: those of the first query, those of the second, ...
     span = len(schedule) + 1
     runs = np.sort(runs + 1 + span * np.arange(len(runs))[:, None], axis=None)
-    first = query.ravel() * span
-    at = np.searchsorted(runs, first + before + 1) - 1
-    last = runs[np.maximum(at, 0)] - first - 1
+    begin = query * span
+    at = np.searchsorted(runs, begin + before + 1) - 1
+    last = runs[np.maximum(at, 0)] - begin - 1
     return np.where((at >= 0) & (last >= 0), last, NONE)

@@ -22,7 +22,7 @@ segment, task and entry. All times are those of `static`, to the picosecond.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 from operator import itemgetter
@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Bools, Int64, distinct
+from echograph.ir.columns import NONE, Bools, Int64, ascending, distinct, equal_rows
 from echograph.ir.graph import JobGraph
 from echograph.ir.schedule import Edges, spread
 from echograph.ir.timeline import Lane, Timeline
@@ -178,24 +178,40 @@ class SegmentedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Cut:
-    """One program: positions at which segments start, their first rows, which meet, and what streams wait for."""
+    """One program in segments, and what streams wait for.
+
+    Attributes:
+        start: position at which each segment starts, and where the program ends.
+        begin: row of its first operation.
+        met: segments that are rendezvous.
+        before: position of what is waited for.
+        after: position of what waits for it, ascending.
+        made_by: segment of `before`.
+        reader: segment of `after`.
+    """
 
     start: Int64
     begin: Int64
     met: Int64
     before: Int64
     after: Int64
+    made_by: Int64
+    reader: Int64
 
     @property
     def lengths(self) -> Int64:
         return np.diff(self.start)
 
-    def segment(self, position: Int64) -> Int64:
-        return np.searchsorted(self.start, position, side="right") - 1
+    @property
+    def offsets(self) -> tuple[Int64, Int64]:
+        """Where `before` and `after` are in their segments."""
+        return self.before - self.start[self.made_by], self.after - self.start[self.reader]
 
-    def row(self, position: Int64) -> Int64:
-        segment = self.segment(position)
-        return self.begin[segment] + position - self.start[segment]
+    def waits(self, chosen: Bools) -> _Cut:
+        """The same with some of what streams wait for."""
+        columns = self.before, self.after, self.made_by, self.reader
+        before, after, made_by, reader = (column[chosen] for column in columns)
+        return replace(self, before=before, after=after, made_by=made_by, reader=reader)
 
 
 def cut(job: JobGraph) -> SegmentedJob | None:
@@ -214,17 +230,18 @@ def cut(job: JobGraph) -> SegmentedJob | None:
         [(c.begin * rows + c.lengths) * 2 + met for c, met in zip(cuts, meets, strict=True)]
         or [np.zeros(0, np.int64)]
     )
-    name, kind = np.unique(names, return_inverse=True)
+    example, kind = equal_rows(names)
+    name = names[example]
     first = np.cumsum([0, *(len(c.begin) for c in cuts)])
-    inner = _inner(cuts, kind, first)
+    inner = _inner(cuts, kind, example, first)
     if inner is None:
         return None
     rendezvous, members = _meet(job, cuts, key_of)
-    outer = [_outer(job, c) for c in cuts]
-    ends = [(c, o, kind[f:]) for c, o, f in zip(cuts, outer, first, strict=False)]
+    cuts = [c.waits(_outer(job, c)) for c in cuts]
+    ends = [(c, kind[low:high]) for c, (low, high) in zip(cuts, pairwise(first.tolist()), strict=True)]
     longest = rows  # no segment has as many operations
-    inputs = _Ports(longest, len(name), [(k[c.segment(a)], a - c.start[c.segment(a)]) for c, (_, a), k in ends])
-    outputs = _Ports(longest, len(name), [(k[c.segment(b)], b - c.start[c.segment(b)]) for c, (b, _), k in ends])
+    inputs = _Ports(longest, len(name), [(k[c.reader], c.offsets[1]) for c, k in ends])
+    outputs = _Ports(longest, len(name), [(k[c.made_by], c.offsets[0]) for c, k in ends])
     kinds = tuple(
         SegmentKind(
             rows=range(begin := int(n) // 2 // rows, begin + (length := int(n) // 2 % rows)),
@@ -240,13 +257,10 @@ def cut(job: JobGraph) -> SegmentedJob | None:
         return None  # a receive that waits for its own send: the tasks say what waits for what
     sequences = [
         SegmentSequence(
-            kind=k[: len(c.begin)], start=c.start, rendezvous=met, reader=c.segment(after), into=into,
-            made_by=c.segment(before), out=out,
+            kind=k, start=c.start, rendezvous=met, reader=c.reader, into=into, made_by=c.made_by, out=out
         )
-        for (c, (before, after), k), met, into, out in zip(
-            ends, rendezvous, inputs.numbers, outputs.numbers, strict=True
-        )
-    ]  # fmt: skip
+        for (c, k), met, into, out in zip(ends, rendezvous, inputs.numbers, outputs.numbers, strict=True)
+    ]
     return SegmentedJob(job=job, kinds=kinds, sequences=tuple(sequences), members=members)
 
 
@@ -292,37 +306,44 @@ def _cut(job: JobGraph, number: int, edges: Edges, meets: np.ndarray) -> _Cut:
     starts = np.concatenate([[0], np.cumsum(calls[:, 2] - calls[:, 1])])
     call, which = spread(np.searchsorted(rows, calls[:, 1]), np.searchsorted(rows, calls[:, 2]))
     met = starts[call] + rows[which] - calls[call, 1]
-    start = np.sort(np.concatenate([starts, met, met + 1]))
-    start = start[np.diff(start, prepend=NONE) > 0]
+    start = distinct(np.concatenate([starts, met, met + 1]))
     call = np.searchsorted(starts, start[:-1], side="right") - 1
     before, after = edges.of(number)
+    order = ascending(before)
+    order = order[ascending(after[order])]
+    before, after = before[order], after[order]
     return _Cut(
         start=start,
         begin=calls[call, 1] + start[:-1] - starts[call],
         met=np.searchsorted(start, met),
         before=before,
         after=after,
+        made_by=np.searchsorted(start, before, side="right") - 1,
+        reader=np.searchsorted(start, after, side="right") - 1,
     )
 
 
-def _inner(cuts: list[_Cut], kind: Int64, first: Int64) -> dict[tuple[int, int], list[int]] | None:
-    """Who waits for whom inside each kind of segment; None where its segments differ."""
+def _inner(cuts: list[_Cut], kind: Int64, example: Int64, first: Int64) -> dict[tuple[int, int], list[int]] | None:
+    """Who waits for whom inside each kind of segment; None where its segments differ.
+
+    Args:
+        cuts: the programs.
+        kind: of each segment of all programs.
+        example: of each kind, its first segment.
+        first: number of the first segment of each program.
+    """
     # An edge inside a segment becomes a number, of the segment, who waits there and for whom: sorted, those of one
     # segment lie together.
     found = []
     longest = int(max((c.lengths.max(initial=0) for c in cuts), default=0))
     for c, number in zip(cuts, first.tolist(), strict=False):
-        segment = c.segment(c.after)
-        inside = segment == c.segment(c.before)
-        segment = segment[inside]
-        offsets = (c.after[inside] - c.start[segment]) * longest + c.before[inside] - c.start[segment]
-        found.append((number + segment) * longest**2 + offsets)
-    edges = np.sort(np.concatenate([*found, np.zeros(0, np.int64)]))
-    edges = edges[np.diff(edges, prepend=NONE) > 0]
+        its = c.waits(c.reader == c.made_by)
+        before, after = its.offsets
+        found.append((number + its.reader) * longest**2 + after * longest + before)
+    edges = distinct(np.concatenate([*found, np.zeros(0, np.int64)]))
     segment, offsets = np.divmod(edges, longest**2)
     count = np.bincount(segment, minlength=len(kind))
     # Every segment must have the edges of the first one of its kind.
-    _, example = np.unique(kind, return_index=True)
     if not np.array_equal(count, count[example[kind]]):
         return None
     begin = np.cumsum(count) - count
@@ -336,29 +357,27 @@ def _inner(cuts: list[_Cut], kind: Int64, first: Int64) -> dict[tuple[int, int],
     return waits
 
 
-def _outer(job: JobGraph, c: _Cut) -> tuple[Int64, Int64]:
-    """What segments wait for of others, ascending, without what their stream has waited for before.
+def _outer(job: JobGraph, c: _Cut) -> Bools:
+    """Which waits are for other segments, without those for what the stream has waited for before.
 
     A stream that once waited for a run waits for nothing before it, on the same stream, ever again.
     """
-    lanes = 1 + len(job.streams)
-    order = np.lexsort((c.before, c.after))
-    before, after = c.before[order], c.after[order]
-    maker, reader = c.row(before), c.row(after)
+    lanes, before, after = 1 + len(job.streams), c.before, c.after
+    maker, reader = (c.begin[its] + at for its, at in zip((c.made_by, c.reader), c.offsets, strict=True))
     hosts = job.ops.kind[reader] == OpKind.HOST
-    pair = (1 + job.ops.stream[maker]) * lanes + np.where(hosts, 0, 1 + job.ops.stream[reader])
+    pair = (1 + job.ops.stream[maker].astype(np.int64)) * lanes + np.where(hosts, 0, 1 + job.ops.stream[reader])
     # For each pair of streams, the latest run that was waited for so far; numbers hold the pair and the position.
-    by_pair = np.argsort(pair, kind="stable")
+    by_pair = ascending(pair)
     span = int(c.start[-1]) + 1
-    latest = np.maximum.accumulate(pair[by_pair].astype(np.int64) * span + before[by_pair])
+    made = pair[by_pair] * span + before[by_pair]
+    latest = np.maximum.accumulate(made)
     # What stands before the first edge of a reader is of earlier readers.
-    place = pair[by_pair].astype(np.int64) * span + after[by_pair]
+    place = pair[by_pair] * span + after[by_pair]
     begin = np.searchsorted(place, place)
     known = np.where(begin > 0, latest[np.maximum(begin, 1) - 1], NONE)
-    redundant = np.zeros(len(before), np.bool_)
-    redundant[by_pair] = known >= pair[by_pair].astype(np.int64) * span + before[by_pair]
-    kept = ~redundant & (c.segment(before) != c.segment(after))
-    return before[kept], after[kept]
+    kept = c.made_by != c.reader
+    kept[by_pair] &= known < made
+    return kept
 
 
 class _Ports:
@@ -826,8 +845,8 @@ def _chains(
     length = np.diff(first, append=len(kind))
     one = length == 1
     name = np.where(one, kind[first], len(segments.kinds) + run)
-    names, example, chain = np.unique(name, return_index=True, return_inverse=True)
-    number = np.full(len(names), NONE, np.int64)
+    example, chain = equal_rows(name)
+    number = np.full(len(example), NONE, np.int64)
     chains: list[SegmentChain] = []
     for which, at in enumerate(example.tolist()):
         its = [matrices[k] for k in kind[first[at] : first[at] + length[at]].tolist()]
@@ -852,7 +871,7 @@ def _edges(sequences: Sequence[SegmentSequence], first_of: Int64, first: Int64) 
     found = []
     for segment, port in zip((reader, made_by), ports, strict=True):
         stretch = np.searchsorted(first, segment, side="right") - 1
-        edge = np.argsort(stretch, kind="stable")
+        edge = ascending(stretch)
         found.append((np.searchsorted(stretch[edge], np.arange(len(first) + 1)), port[edge], edge))
     return found[0], found[1]
 
@@ -1070,7 +1089,7 @@ def _by_matrix(run: SegmentRun, program: int) -> Iterator[tuple[TransferMatrix, 
     its = run.stretches
     begin, end = its.bounds[program : program + 2].tolist()
     chains = its.chain[begin:end]
-    order = begin + np.argsort(chains, kind="stable")
+    order = begin + ascending(chains)
     bounds = np.searchsorted(its.chain[order], np.arange(len(run.chains) + 1))
     found: dict[TransferMatrix, list[tuple[Int64, Int64]]] = {}
     for number in distinct(chains[chains != NONE]).tolist():

@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from echograph.errors import SimulationError
-from echograph.ir.columns import NONE, Bools, Int64, distinct
+from echograph.ir.columns import NONE, Bools, Int64, ascending, distinct, equal_rows
 from echograph.ir.graph import BETWEEN_STEPS, JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, DType, OpKind, Payload, Phase, TensorRole
 from echograph.simulator.memory.allocator import BLOCK, CachedBlock, CachingAllocator
@@ -554,10 +554,10 @@ class Lifetimes:
 def _kinds(calls: Int64, ops: int) -> tuple[Int64, list[tuple[int, int, int, int]]]:
     """For every call its kind, and the kinds: block, begin, end, instance, ascending."""
     block, begin, end, instance, _ = calls.T
-    span = np.unique(begin * (ops + 1) + end, return_inverse=True)[1]
+    span = equal_rows(begin * (ops + 1) + end).of
     several = int(instance.max(initial=0)) + 1
     key = (block * (int(span.max(initial=0)) + 1) + span) * several + instance
-    _, first, kind = np.unique(key, return_index=True, return_inverse=True)
+    first, kind = equal_rows(key)
     return kind, list(map(tuple, calls[first, :4].tolist()))
 
 
@@ -574,7 +574,7 @@ def _joined(touches: _Touches) -> _Touches:
 
 def _by_value(values: Int64) -> Iterator[Int64]:
     """Rows of each distinct value, in order."""
-    order = np.argsort(values, kind="stable")
+    order = ascending(values)
     cuts = np.flatnonzero(np.diff(values[order])) + 1
     yield from (np.split(order, cuts) if len(order) else ())
 
@@ -608,9 +608,7 @@ class Usage:
         if not count:
             return (np.zeros(0, np.int64),) * 3
         course, position = self.lifetimes.course, self.lifetimes.position
-        _, first, kind = np.unique(
-            course * (int(position.max()) + 1) + position, return_index=True, return_inverse=True
-        )
+        first, kind = equal_rows(course * (int(position.max()) + 1) + position)
         profiles = np.zeros((2, len(first), 3), np.int64)
         # The first call of a kind may make gradients which the later ones find.
         for number in np.argsort(first).tolist():
