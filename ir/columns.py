@@ -144,8 +144,13 @@ def equal_rows(values: Int64) -> EqualRows:
     """Finds rows that have the same value.
 
     Args:
-        values: int64 [rows].
+        values: int64 [rows], or [rows, columns] where all of a row is its value, in any order.
     """
+    if values.ndim > 1:
+        # Rows of which few are equal may be long.
+        whole = np.dtype((np.void, values.itemsize * values.shape[1]))
+        _, *found = np.unique(np.ascontiguousarray(values).view(whole), return_index=True, return_inverse=True)
+        return EqualRows(found[0], found[1].ravel())
     order = ascending(values)
     new = np.diff(values[order], prepend=0) != 0
     new[:1] = True

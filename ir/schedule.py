@@ -96,14 +96,36 @@ class Edges:
         self._port_readers, self._ports = readers[ports], origin[ports]
         self._instances = max(len(block.instances) for block in job.blocks)
 
-    def of(self, number: int) -> _Pairs:
-        """Positions (before, after) in a program between which a stream waits for another one."""
+    def of(self, number: int, cuts: Int64 | None = None) -> _Pairs:
+        """Positions (before, after) in a program between which a stream waits for another one.
+
+        Args:
+            number: of the program.
+            cuts: rows, ascending: what waits and what it waits for in one call, and between two of these, is left
+                out, as it is the same whenever they run (`within`); None: nothing is.
+        """
         schedule = Schedule(self.job, self.job.programs[number])
         calls = schedule.calls
-        call, row = spread(*(np.searchsorted(self._after, calls[:, i]) for i in (1, 2)))
+        first, like = equal_rows(calls[:, 1] * (len(self.job.ops) + 1) + calls[:, 2])
+        span, row = spread(*(np.searchsorted(self._after, calls[first, i]) for i in (1, 2)))
+        if cuts is not None:
+            parts = [np.searchsorted(cuts, column[row], side="right") for column in (self._before, self._after)]
+            here = (self._before[row] >= calls[first, 1][span]) & (self._before[row] < self._after[row])
+            apart = ~here | (parts[0] != parts[1])
+            span, row = span[apart], row[apart]
+        bounds = np.searchsorted(span, np.arange(len(first) + 1))
+        call, at = spread(bounds[like], bounds[like + 1])
+        row = row[at]
         local = _place(schedule, call, self._after[row], calls[call, 3], self._before[row])
         through = self._through_ports(schedule)
         return np.concatenate([local[0], through[0]]), np.concatenate([local[1], through[1]])
+
+    def within(self, rows: range) -> list[tuple[int, int]]:
+        """Rows (after, before) of operations of a call of which one waits for the other, ascending."""
+        here = slice(*np.searchsorted(self._after, (rows.start, rows.stop)).tolist())
+        before, after = self._before[here], self._after[here]
+        its = (before >= rows.start) & (before < after)
+        return sorted(set(zip(after[its].tolist(), before[its].tolist(), strict=True)))
 
     def _through_ports(self, schedule: Schedule) -> _Pairs:
         """Where the maker is an operation of another block or instance."""

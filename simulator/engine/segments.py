@@ -215,7 +215,12 @@ class _Cut:
 
 
 def cut(job: JobGraph) -> SegmentedJob | None:
-    """Cuts all programs of a job; None where runs of the same operations do not wait for each other alike."""
+    """Cuts all programs of a job; None where runs of the same operations do not wait for each other alike.
+
+    Nor are jobs cut of more streams than are told apart here.
+    """
+    if 1 + len(job.streams) > MOST_LANES:
+        return None
     edges = Edges(job)
     keys = RendezvousKeys(job)
     key_of = [keys.of(number) for number in range(len(job.programs))]
@@ -231,27 +236,31 @@ def cut(job: JobGraph) -> SegmentedJob | None:
         or [np.zeros(0, np.int64)]
     )
     example, kind = equal_rows(names)
-    name = names[example]
-    first = np.cumsum([0, *(len(c.begin) for c in cuts)])
-    inner = _inner(cuts, kind, example, first)
-    if inner is None:
-        return None
+    if any((c.made_by == c.reader).any() for c in cuts):
+        return None  # a value comes back into its own segment, in some instance
+    name = names[example].tolist()
+    spans = [range(begin := n // 2 // rows, begin + n // 2 % rows) for n in name]
+    waits = [_waits(its, edges.within(its)) for its in spans]
     rendezvous, members = _meet(job, cuts, key_of)
-    cuts = [c.waits(_outer(job, c)) for c in cuts]
-    ends = [(c, kind[low:high]) for c, (low, high) in zip(cuts, pairwise(first.tolist()), strict=True)]
+    first = np.cumsum([0, *(len(c.begin) for c in cuts)])
+    settled = _Settled(job, spans, waits)
+    ends = [
+        (c.waits(_outer(job, c, settled.of(k, c))), k)
+        for c, k in zip(cuts, (kind[low:high] for low, high in pairwise(first.tolist())), strict=True)
+    ]
     longest = rows  # no segment has as many operations
     inputs = _Ports(longest, len(name), [(k[c.reader], c.offsets[1]) for c, k in ends])
     outputs = _Ports(longest, len(name), [(k[c.made_by], c.offsets[0]) for c, k in ends])
     kinds = tuple(
         SegmentKind(
-            rows=range(begin := int(n) // 2 // rows, begin + (length := int(n) // 2 % rows)),
+            rows=its,
             rendezvous=bool(n % 2),
-            waits=tuple(tuple(inner.get((number, op), ())) for op in range(length)),
+            waits=waits[number],
             inputs=inputs.of[number],
             outputs=outputs.of[number],
-            exchanges=tuple((_within(exchanges, begin, begin + length) - begin).tolist()),
+            exchanges=tuple((_within(exchanges, its.start, its.stop) - its.start).tolist()),
         )
-        for number, n in enumerate(name.tolist())
+        for number, (n, its) in enumerate(zip(name, spans, strict=True))
     )
     if any(op in kind.waits[op + 1] for kind in kinds for op in kind.exchanges):
         return None  # a receive that waits for its own send: the tasks say what waits for what
@@ -301,14 +310,14 @@ def _within(rows: Int64, begin: int, end: int) -> Int64:
 
 
 def _cut(job: JobGraph, number: int, edges: Edges, meets: np.ndarray) -> _Cut:
-    """One program, cut where its calls begin, and before and after each rendezvous."""
+    """One program, cut where its calls begin, and before and after each rendezvous; without waits in segments."""
     calls, rows = job.programs[number].calls, np.flatnonzero(meets)
     starts = np.concatenate([[0], np.cumsum(calls[:, 2] - calls[:, 1])])
     call, which = spread(np.searchsorted(rows, calls[:, 1]), np.searchsorted(rows, calls[:, 2]))
     met = starts[call] + rows[which] - calls[call, 1]
     start = distinct(np.concatenate([starts, met, met + 1]))
     call = np.searchsorted(starts, start[:-1], side="right") - 1
-    before, after = edges.of(number)
+    before, after = edges.of(number, distinct(np.concatenate([rows, rows + 1])))
     order = ascending(before)
     order = order[ascending(after[order])]
     before, after = before[order], after[order]
@@ -323,49 +332,61 @@ def _cut(job: JobGraph, number: int, edges: Edges, meets: np.ndarray) -> _Cut:
     )
 
 
-def _inner(cuts: list[_Cut], kind: Int64, example: Int64, first: Int64) -> dict[tuple[int, int], list[int]] | None:
-    """Who waits for whom inside each kind of segment; None where its segments differ.
+def _waits(rows: range, pairs: list[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """`SegmentKind.waits`, of pairs of rows that wait and are waited for."""
+    found: list[list[int]] = [[] for _ in rows]
+    for after, before in pairs:
+        found[after - rows.start].append(before - rows.start)
+    return tuple(map(tuple, found))
+
+
+class _Settled:
+    """For which operations, or later ones of their stream, which lanes wait in their own segment already.
 
     Args:
-        cuts: the programs.
-        kind: of each segment of all programs.
-        example: of each kind, its first segment.
-        first: number of the first segment of each program.
+        job: the job.
+        spans: rows of each kind of segment.
+        waits: `SegmentKind.waits` of each.
     """
-    # An edge inside a segment becomes a number, of the segment, who waits there and for whom: sorted, those of one
-    # segment lie together.
-    found = []
-    longest = int(max((c.lengths.max(initial=0) for c in cuts), default=0))
-    for c, number in zip(cuts, first.tolist(), strict=False):
-        its = c.waits(c.reader == c.made_by)
-        before, after = its.offsets
-        found.append((number + its.reader) * longest**2 + after * longest + before)
-    edges = distinct(np.concatenate([*found, np.zeros(0, np.int64)]))
-    segment, offsets = np.divmod(edges, longest**2)
-    count = np.bincount(segment, minlength=len(kind))
-    # Every segment must have the edges of the first one of its kind.
-    if not np.array_equal(count, count[example[kind]]):
-        return None
-    begin = np.cumsum(count) - count
-    same = offsets[begin[example[kind[segment]]] + np.arange(len(segment)) - begin[segment]]
-    if not np.array_equal(offsets, same):
-        return None
-    waits: dict[tuple[int, int], list[int]] = {}
-    mine = segment == example[kind[segment]]
-    for number, offset in zip(kind[segment[mine]].tolist(), offsets[mine].tolist(), strict=True):
-        waits.setdefault((number, offset // longest), []).append(offset % longest)
-    return waits
+
+    def __init__(self, job: JobGraph, spans: list[range], waits: list[tuple[tuple[int, ...], ...]]) -> None:
+        self.first = np.cumsum([0, *map(len, spans)])
+        self.lanes = np.zeros(int(self.first[-1]), np.int64)
+        reader, stream = _reading_lane(job).tolist(), job.ops.stream.tolist()
+        for rows, its, first in zip(spans, waits, self.first.tolist(), strict=False):
+            lanes = [0] * len(rows)
+            for after, of in enumerate(its):
+                for before in of:
+                    lanes[before] |= 1 << reader[rows[after]]
+            later: dict[int, int] = {}
+            for op in reversed(range(len(rows))):
+                later[stream[rows[op]]] = lanes[op] = lanes[op] | later.get(stream[rows[op]], 0)
+            self.lanes[first : first + len(rows)] = lanes
+
+    def of(self, kind: Int64, c: _Cut) -> Int64:
+        """Of each wait of a program whose segments are of these kinds, the lanes as bits."""
+        return self.lanes[self.first[kind[c.made_by]] + c.offsets[0]]
 
 
-def _outer(job: JobGraph, c: _Cut) -> Bools:
-    """Which waits are for other segments, without those for what the stream has waited for before.
+def _reading_lane(job: JobGraph) -> Int64:
+    """The lane on which each row waits: the host's for its own work, else that of its stream."""
+    return np.where(job.ops.kind == OpKind.HOST, 0, 1 + job.ops.stream.astype(np.int64))
+
+
+def _outer(job: JobGraph, c: _Cut, settled: Int64) -> Bools:
+    """Which waits count: not those for what the stream has waited for before.
 
     A stream that once waited for a run waits for nothing before it, on the same stream, ever again.
+
+    Args:
+        job: the job.
+        c: one of its programs.
+        settled: as of `_Settled`.
     """
     lanes, before, after = 1 + len(job.streams), c.before, c.after
     maker, reader = (c.begin[its] + at for its, at in zip((c.made_by, c.reader), c.offsets, strict=True))
-    hosts = job.ops.kind[reader] == OpKind.HOST
-    pair = (1 + job.ops.stream[maker].astype(np.int64)) * lanes + np.where(hosts, 0, 1 + job.ops.stream[reader])
+    on = _reading_lane(job)[reader]
+    pair = (1 + job.ops.stream[maker].astype(np.int64)) * lanes + on
     # For each pair of streams, the latest run that was waited for so far; numbers hold the pair and the position.
     by_pair = ascending(pair)
     span = int(c.start[-1]) + 1
@@ -375,7 +396,7 @@ def _outer(job: JobGraph, c: _Cut) -> Bools:
     place = pair[by_pair] * span + after[by_pair]
     begin = np.searchsorted(place, place)
     known = np.where(begin > 0, latest[np.maximum(begin, 1) - 1], NONE)
-    kept = c.made_by != c.reader
+    kept: Bools = settled >> on & 1 == 0
     kept[by_pair] &= known < made
     return kept
 
@@ -740,8 +761,6 @@ def work_of(job: JobGraph, device: Int64, host: Int64) -> RowTimes:
 
 def run(segments: SegmentedJob, work: RowTimes) -> SegmentRun | None:
     """Runs all programs; None where segments wait for each other in a circle, which their tasks may not do."""
-    if 1 + len(segments.job.streams) > MOST_LANES:
-        return None
     stretches, chains = _stretches(segments, work)
     tables = _chain_columns(segments, work, chains)
     state = _begin(segments, stretches, tables)
@@ -818,12 +837,9 @@ def _runs(kind: Int64, begin: Int64) -> tuple[Int64, Int64]:
     run, count = np.empty(len(begin), np.int64), 0
     for size in distinct(length).tolist():
         mine = np.flatnonzero(length == size)
-        kinds = kind[begin[mine, None] + np.arange(size)]
-        # A row as one value: rows of which few are equal may be long.
-        whole = np.ascontiguousarray(kinds).view(np.dtype((np.void, kinds.itemsize * size))).ravel()
-        found, number = np.unique(whole, return_inverse=True)
+        example, number = equal_rows(kind[begin[mine, None] + np.arange(size)])
         run[mine] = count + number
-        count += len(found)
+        count += len(example)
     return run, np.bincount(run, minlength=count)
 
 
