@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Bools, Int64, ascending, distinct, equal_rows
+from echograph.ir.columns import NONE, Bools, Int32, Int64, ascending, distinct, equal_rows
 from echograph.ir.graph import JobGraph
 from echograph.ir.schedule import Edges, spread
 from echograph.ir.timeline import Lane, Timeline
@@ -615,19 +615,19 @@ class Stretches(NamedTuple):
         out_edge: number of the edge.
     """
 
-    bounds: Int64
-    program: Int64
-    first: Int64
-    chain: Int64
-    row: Int64
-    rendezvous: Int64
-    entry_at: Int64
-    in_at: Int64
-    in_port: Int64
-    in_edge: Int64
-    out_at: Int64
-    out_port: Int64
-    out_edge: Int64
+    bounds: Int32
+    program: Int32
+    first: Int32
+    chain: Int32
+    row: Int32
+    rendezvous: Int32
+    entry_at: Int32
+    in_at: Int32
+    in_port: Int32
+    in_edge: Int32
+    out_at: Int32
+    out_port: Int32
+    out_edge: Int32
 
 
 class _Chains(NamedTuple):
@@ -760,8 +760,13 @@ def work_of(job: JobGraph, device: Int64, host: Int64) -> RowTimes:
 
 
 def run(segments: SegmentedJob, work: RowTimes) -> SegmentRun | None:
-    """Runs all programs; None where segments wait for each other in a circle, which their tasks may not do."""
-    stretches, chains = _stretches(segments, work)
+    """Runs all programs; None where segments wait for each other in a circle, which their tasks may not do.
+
+    Nor are programs run of more stretches than 32 bits count.
+    """
+    if (found := _stretches(segments, work)) is None:
+        return None
+    stretches, chains = found
     tables = _chain_columns(segments, work, chains)
     state = _begin(segments, stretches, tables)
     sizes = np.diff(tables.over_at)
@@ -787,8 +792,11 @@ def run(segments: SegmentedJob, work: RowTimes) -> SegmentRun | None:
     )
 
 
-def _stretches(segments: SegmentedJob, work: RowTimes) -> tuple[Stretches, tuple[SegmentChain, ...]]:
-    """All stretches, and their chains. Chains that stand once do not pay: their segments go one by one."""
+def _stretches(segments: SegmentedJob, work: RowTimes) -> tuple[Stretches, tuple[SegmentChain, ...]] | None:
+    """All stretches, and their chains; None where they are too many.
+
+    Chains that stand once do not pay: their segments go one by one.
+    """
     sequences = segments.sequences
     first_of = np.cumsum([0, *(len(its.kind) for its in sequences)])
     kind = np.concatenate([np.zeros(0, np.int64), *(its.kind for its in sequences)])
@@ -809,6 +817,8 @@ def _stretches(segments: SegmentedJob, work: RowTimes) -> tuple[Stretches, tuple
     program = np.repeat(np.arange(len(sequences)), np.diff(bounds))
     inputs, outputs = _edges(sequences, first_of, first)
     entries = np.array([len(its.lanes) + its.inputs for its in chains] + [3], np.int64)[chain]
+    if max(int(entries.sum()), len(inputs[2])) > np.iinfo(np.int32).max:
+        return None
     rows = np.array([its.rows.start for its in segments.kinds] or [0], np.int64)
     rendezvous = np.concatenate([np.zeros(0, np.int64), *(its.rendezvous for its in sequences)])
     stretches = Stretches(
@@ -817,7 +827,7 @@ def _stretches(segments: SegmentedJob, work: RowTimes) -> tuple[Stretches, tuple
         in_at=inputs[0], in_port=inputs[1], in_edge=inputs[2],
         out_at=outputs[0], out_port=outputs[1], out_edge=outputs[2],
     )  # fmt: skip
-    return Stretches(*(array(column, np.int64) for column in stretches)), chains
+    return Stretches(*(array(column, np.int32) for column in stretches)), chains
 
 
 def _bounds(sequence: SegmentSequence, meets: Bools) -> Int64:
@@ -919,7 +929,7 @@ def _begin(segments: SegmentedJob, stretches: Stretches, chains: _Chains) -> _St
     return _State(
         clocks=np.zeros(programs * lanes * scenarios, np.int64),
         pending=np.zeros(programs, np.int64),
-        at=stretches.bounds[:-1].copy(),
+        at=stretches.bounds[:-1].astype(np.int64),
         queue=np.arange(programs),
         queued=np.ones(programs, np.int64),
         entries=np.zeros(int(stretches.entry_at[-1]), np.int64),
@@ -1197,7 +1207,7 @@ class _Path:
         return self.run.work.lane[self.run.segments.kinds[kind].rows[op]]
 
     def _stretch(self, program: int, segment: int) -> int:
-        first = int(np.searchsorted(self.firsts[program], segment, side="right")) - 1
+        first = int(np.searchsorted(self.firsts[program], np.int32(segment), side="right")) - 1
         return int(self.run.stretches.bounds[program]) + first
 
     def _chain(self, stretch: int) -> SegmentChain | None:
