@@ -124,7 +124,8 @@ def ascending(values: Int64) -> Int64:
     if high - low >= 1 << (62 - bits):
         return np.argsort(values, kind="stable")
     # Numbers that hold value and row differ, so that their order is one, however they are sorted.
-    rows: Int64 = np.sort((values - low) << bits | np.arange(len(values))) & ((1 << bits) - 1)
+    numbers = (np.asarray(values, np.int64) - low) << bits | np.arange(len(values))
+    rows: Int64 = np.sort(numbers) & ((1 << bits) - 1)
     return rows
 
 

@@ -821,13 +821,13 @@ def _stretches(segments: SegmentedJob, work: RowTimes) -> tuple[Stretches, tuple
         return None
     rows = np.array([its.rows.start for its in segments.kinds] or [0], np.int64)
     rendezvous = np.concatenate([np.zeros(0, np.int64), *(its.rendezvous for its in sequences)])
-    stretches = Stretches(
-        bounds=bounds, program=program, first=first - first_of[program], chain=chain, row=rows[kind[first]],
-        rendezvous=rendezvous[first], entry_at=np.cumsum(np.append(0, entries)),
-        in_at=inputs[0], in_port=inputs[1], in_edge=inputs[2],
-        out_at=outputs[0], out_port=outputs[1], out_edge=outputs[2],
-    )  # fmt: skip
-    return Stretches(*(array(column, np.int32) for column in stretches)), chains
+    columns: dict[str, np.ndarray] = {
+        "bounds": bounds, "program": program, "first": first - first_of[program], "chain": chain,
+        "row": rows[kind[first]], "rendezvous": rendezvous[first], "entry_at": np.cumsum(np.append(0, entries)),
+        "in_at": inputs[0], "in_port": inputs[1], "in_edge": inputs[2],
+        "out_at": outputs[0], "out_port": outputs[1], "out_edge": outputs[2],
+    }  # fmt: skip
+    return Stretches(**{name: array(column, np.int32) for name, column in columns.items()}), chains
 
 
 def _bounds(sequence: SegmentSequence, meets: Bools) -> Int64:
@@ -1115,7 +1115,7 @@ def _by_matrix(run: SegmentRun, program: int) -> Iterator[tuple[TransferMatrix, 
     its = run.stretches
     begin, end = its.bounds[program : program + 2].tolist()
     chains = its.chain[begin:end]
-    order = begin + ascending(chains)
+    order = begin + ascending(chains.astype(np.int64))
     bounds = np.searchsorted(its.chain[order], np.arange(len(run.chains) + 1))
     found: dict[TransferMatrix, list[tuple[Int64, Int64]]] = {}
     for number in distinct(chains[chains != NONE]).tolist():
