@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum, auto
 from functools import cached_property
-from typing import Annotated, Any, get_origin, get_type_hints, overload
+from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +111,53 @@ def distinct(values: npt.ArrayLike) -> Int64:
     ascending = np.sort(np.asarray(values, np.int64), axis=None)
     found: Int64 = ascending[np.concatenate([[True], ascending[1:] != ascending[:-1]])[: len(ascending)]]
     return found
+
+
+def ascending(values: Int64) -> Int64:
+    """Rows by ascending value, equal ones in their order: a stable `numpy.argsort`, several times quicker.
+
+    Args:
+        values: int64 [rows].
+    """
+    bits = len(values).bit_length()
+    low, high = int(values.min(initial=0)), int(values.max(initial=0))
+    if high - low >= 1 << (62 - bits):
+        return np.argsort(values, kind="stable")
+    # Numbers that hold value and row differ, so that their order is one, however they are sorted.
+    numbers = (np.asarray(values, np.int64) - low) << bits | np.arange(len(values))
+    rows: Int64 = np.sort(numbers) & ((1 << bits) - 1)
+    return rows
+
+
+class EqualRows(NamedTuple):
+    """Rows by what they are equal in, as `numpy.unique` has them.
+
+    Attributes:
+        first: int64 [values], the first row of each value, by ascending value.
+        of: int64 [rows], the number of each row's value.
+    """
+
+    first: Int64
+    of: Int64
+
+
+def equal_rows(values: Int64) -> EqualRows:
+    """Finds rows that have the same value.
+
+    Args:
+        values: int64 [rows], or [rows, columns] where all of a row is its value, in any order.
+    """
+    if values.ndim > 1:
+        # Rows of which few are equal may be long.
+        whole = np.dtype((np.void, values.itemsize * values.shape[1]))
+        _, *found = np.unique(np.ascontiguousarray(values).view(whole), return_index=True, return_inverse=True)
+        return EqualRows(found[0], found[1].ravel())
+    order = ascending(values)
+    new = np.diff(values[order], prepend=0) != 0
+    new[:1] = True
+    of = np.empty(len(values), np.int64)
+    of[order] = np.cumsum(new) - 1
+    return EqualRows(order[new], of)
 
 
 def _freeze(table: object) -> None:

@@ -444,7 +444,10 @@ class Ports:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+        # Columns of the graph, which holds this: without a circle, it goes when nobody needs it.
+        self._port, self._origin, self._position = graph.tensors.port, graph.origin, graph.port_position
+        self._tensors = np.array([block.tensors.start for block in graph.blocks], np.int64)
+        self._bases = np.array(graph.tensor_bases, np.int64).reshape(-1, 2)
         counts = [len(block.instances) for block in graph.blocks]
         instances = [instance for block in graph.blocks for instance in block.instances]
         lengths = np.array([len(instance.bindings) for instance in instances], np.int64)
@@ -465,10 +468,8 @@ class Ports:
     @property
     def rows(self) -> Int64:
         """The port that every slot is of, as a row of the tensor table."""
-        port = self.graph.tensors.port
-        rows = np.flatnonzero(port)
-        starts = np.array([b.tensors.start for b in self.graph.blocks], np.int64)
-        before = np.concatenate([[0], np.cumsum(port)])[starts]
+        rows = np.flatnonzero(self._port)
+        before = np.concatenate([[0], np.cumsum(self._port)])[self._tensors]
         place = np.arange(len(self)) - self._first_slot[self._instance_of]
         found: Int64 = rows[before[self.instances[0]] + place]
         return found
@@ -480,16 +481,15 @@ class Ports:
 
     def locate(self, tensor_id: Int64) -> _Place:
         """`Graph.locate_tensor` of ids that exist."""
-        graph = self.graph
-        starts, counts = np.array(graph.tensor_bases, np.int64).reshape(-1, 2).T
+        starts, counts = self._bases.T
         block = np.searchsorted(starts, tensor_id, side="right") - 1
         instance, position = np.divmod(tensor_id - starts[block], np.maximum(counts, 1)[block])
-        own = np.flatnonzero(~graph.tensors.port)
+        own = np.flatnonzero(~self._port)
         return block, instance, own[(np.cumsum(counts) - counts)[block] + position]
 
     def slot(self, block: Int64, instance: Int64, port: Int64) -> Int64:
         """The slots of ports, given as rows, in instances of their blocks."""
-        slots: Int64 = self._first_slot[self._first_instance[block] + instance] + self.graph.port_position[port]
+        slots: Int64 = self._first_slot[self._first_instance[block] + instance] + self._position[port]
         return slots
 
     def last(self, owner: Int64) -> Int64:
@@ -500,7 +500,7 @@ class Ports:
         """
         block, instance, row = self.located
         row = owner[row]
-        goes_on = self.graph.tensors.port[row]
+        goes_on = self._port[row]
         after = np.arange(len(self))
         after[goes_on] = self.slot(block[goes_on], instance[goes_on], row[goes_on])
         for _ in range(len(self).bit_length()):
@@ -510,14 +510,14 @@ class Ports:
     @cached_property
     def _values(self) -> _Place:
         """Where every slot has its value from."""
-        last = self.last(self.graph.origin)
+        last = self.last(self._origin)
         block, instance, row = (column[last] for column in self.located)
-        return block, instance, self.graph.origin[row]
+        return block, instance, self._origin[row]
 
     def value(self, block: Int64, instance: Int64, row: Int64) -> _Place:
         """`Graph.value` of many tensors."""
-        row = self.graph.origin[row]
-        through = np.flatnonzero(self.graph.tensors.port[row])
+        row = self._origin[row]
+        through = np.flatnonzero(self._port[row])
         slots = self.slot(block[through], instance[through], row[through])
         found = block.copy(), instance.copy(), row
         for column, values in zip(found, self._values, strict=True):

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int64, distinct
+from echograph.ir.columns import NONE, Int64, ascending, distinct, equal_rows
 from echograph.ir.graph import Graph, JobGraph, Program
 
 
@@ -16,6 +16,10 @@ class Schedule:
     Args:
         graph: the graph of the program.
         program: one of its programs; every operation of an instance and micro-batch runs at most once.
+
+    Attributes:
+        starts: int64 [calls + 1], the position with which each call begins, and how many there are.
+        order: int64 [calls], calls by instance, then micro-batch, then operation.
     """
 
     def __init__(self, graph: Graph, program: Program) -> None:
@@ -27,8 +31,8 @@ class Schedule:
         self._ops = max(1, len(graph.ops))
         self._micro_batches = int(micro_batch.max()) + 1 if len(self.calls) else 1
         keys = self._key(instance, micro_batch, begin)
-        order = np.argsort(keys, kind="stable")
-        self._order, self._keys = order, keys[order]
+        self.order = ascending(keys)
+        self._keys = keys[self.order]
 
     def _key(self, instance: Int64, micro_batch: Int64, op: Int64) -> Int64:
         return (instance * self._micro_batches + micro_batch) * self._ops + op
@@ -47,7 +51,7 @@ class Schedule:
         if len(self._keys) == 0:
             return np.full(op.shape, NONE, np.int64)
         slot = np.searchsorted(self._keys, self._key(instance, micro_batch, op), side="right") - 1
-        call = self._order[np.maximum(slot, 0)]
+        call = self.order[np.maximum(slot, 0)]
         block, begin, end, its_instance, its_micro_batch = (self.calls[call, i] for i in range(5))
         inside = (slot >= 0) & (op >= begin) & (op < end) & (its_instance == instance)
         inside &= (its_micro_batch == micro_batch) & (
@@ -92,20 +96,42 @@ class Edges:
         self._port_readers, self._ports = readers[ports], origin[ports]
         self._instances = max(len(block.instances) for block in job.blocks)
 
-    def of(self, number: int) -> _Pairs:
-        """Positions (before, after) in a program between which a stream waits for another one."""
+    def of(self, number: int, cuts: Int64 | None = None) -> _Pairs:
+        """Positions (before, after) in a program between which a stream waits for another one.
+
+        Args:
+            number: of the program.
+            cuts: rows, ascending: what waits and what it waits for in one call, and between two of these, is left
+                out, as it is the same whenever they run (`within`); None: nothing is.
+        """
         schedule = Schedule(self.job, self.job.programs[number])
         calls = schedule.calls
-        call, row = spread(*(np.searchsorted(self._after, calls[:, i]) for i in (1, 2)))
+        first, like = equal_rows(calls[:, 1] * (len(self.job.ops) + 1) + calls[:, 2])
+        span, row = spread(*(np.searchsorted(self._after, calls[first, i]) for i in (1, 2)))
+        if cuts is not None:
+            parts = [np.searchsorted(cuts, column[row], side="right") for column in (self._before, self._after)]
+            here = (self._before[row] >= calls[first, 1][span]) & (self._before[row] < self._after[row])
+            apart = ~here | (parts[0] != parts[1])
+            span, row = span[apart], row[apart]
+        bounds = np.searchsorted(span, np.arange(len(first) + 1))
+        call, at = spread(bounds[like], bounds[like + 1])
+        row = row[at]
         local = _place(schedule, call, self._after[row], calls[call, 3], self._before[row])
         through = self._through_ports(schedule)
         return np.concatenate([local[0], through[0]]), np.concatenate([local[1], through[1]])
 
+    def within(self, rows: range) -> list[tuple[int, int]]:
+        """Rows (after, before) of operations of a call of which one waits for the other, ascending."""
+        here = slice(*np.searchsorted(self._after, (rows.start, rows.stop)).tolist())
+        before, after = self._before[here], self._after[here]
+        its = (before >= rows.start) & (before < after)
+        return sorted(set(zip(after[its].tolist(), before[its].tolist(), strict=True)))
+
     def _through_ports(self, schedule: Schedule) -> _Pairs:
         """Where the maker is an operation of another block or instance."""
         calls, size = schedule.calls, len(self.job.ops) + 1
-        homes, home = np.unique(calls[:, 0] * self._instances + calls[:, 3], return_inverse=True)
-        block, instance = np.divmod(homes, self._instances)
+        first, home = equal_rows(calls[:, 0] * self._instances + calls[:, 3])
+        block, instance = calls[first, 0], calls[first, 3]
         bounds = np.array([(b.ops.start, b.ops.stop) for b in self.job.blocks], np.int64)[block]
         at, place = spread(*np.searchsorted(self._port_readers, bounds.T))
         reader = self._port_readers[place]
@@ -138,12 +164,12 @@ def _last_run(schedule: Schedule, instance: Int64, op: Int64, before: Int64) -> 
     """Positions of the last runs of operations, in any micro-batch, before given positions; -1 where none."""
     if not len(op):
         return op
-    which, query = np.unique(np.stack([instance, op]), axis=1, return_inverse=True)
-    runs = schedule.position(which[0][:, None], schedule.micro_batches[None], which[1][:, None])
+    first, query = equal_rows(instance * (int(op.max()) + 1) + op)
+    runs = schedule.position(instance[first, None], schedule.micro_batches[None], op[first, None])
     # All runs in one ascending row: those of the first query, those of the second, ...
     span = len(schedule) + 1
     runs = np.sort(runs + 1 + span * np.arange(len(runs))[:, None], axis=None)
-    first = query.ravel() * span
-    at = np.searchsorted(runs, first + before + 1) - 1
-    last = runs[np.maximum(at, 0)] - first - 1
+    begin = query * span
+    at = np.searchsorted(runs, begin + before + 1) - 1
+    last = runs[np.maximum(at, 0)] - begin - 1
     return np.where((at >= 0) & (last >= 0), last, NONE)

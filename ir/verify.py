@@ -18,7 +18,7 @@ import numpy as np
 
 from echograph.errors import GraphError
 from echograph.ir import types as t
-from echograph.ir.columns import NONE, Int64, distinct
+from echograph.ir.columns import NONE, Int64, ascending, distinct, equal_rows
 from echograph.ir.graph import Block, Graph, Group, JobGraph, Program, StepGraph
 from echograph.ir.schedule import Schedule
 from echograph.ir.types import COMMUNICATIONS, OpKind
@@ -296,9 +296,11 @@ def calls_in_range(graph: Graph) -> None:
         bad = (begin < low) | (end > high) | (end < begin) | (instance < 0) | (instance >= count)
         if (row := _first(bad | (micro_batch < 0) | (micro_batch >= 2**24))) is not None:
             _fail("calls_in_range", f"call {row} of {where}", "is outside its block, or names no instance of it")
-        order = np.lexsort((begin, micro_batch, instance, block))
-        follows = np.all(program.calls[order[1:]][:, [0, 3, 4]] == program.calls[order[:-1]][:, [0, 3, 4]], axis=1)
-        bad = follows & ((begin[order[1:]] < end[order[:-1]]) | (order[1:] < order[:-1]))
+        order = Schedule(graph, program).order
+        bad = (begin[order[1:]] < end[order[:-1]]) | (order[1:] < order[:-1])
+        for column in (block, instance, micro_batch):
+            ordered = column[order]
+            bad &= ordered[1:] == ordered[:-1]
         if (row := _first(bad)) is not None:
             _fail(
                 "calls_in_range",
@@ -331,12 +333,9 @@ def calls_in_order(graph: Graph) -> None:
         if not len(program.calls):
             continue
         # Calls that differ in micro-batch only read the same.
-        spans, span = np.unique(
-            program.calls[:, 1] * (len(graph.ops) + 1) + program.calls[:, 2], return_inverse=True
-        )
-        key = program.calls[:, 3] * len(spans) + span
-        _, one, which, alike = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
-        common = program.calls[one]
+        spans = equal_rows(program.calls[:, 1] * (len(graph.ops) + 1) + program.calls[:, 2])
+        one, which = equal_rows(program.calls[:, 3] * len(spans.first) + spans.of)
+        common, alike = program.calls[one], np.bincount(which)
         for _, begin, end, _, _ in common.tolist():
             if (begin, end) not in outside:
                 outside[begin, end] = _reads_from_outside(graph, begin, end)
@@ -346,7 +345,7 @@ def calls_in_order(graph: Graph) -> None:
         _, instance, value = graph.ports.value(common[of, 0], common[of, 3], tensor)
         kept = _apart(graph, cuts, of, instance, value)
         of, tensor, instance, value = of[kept], tensor[kept], instance[kept], value[kept]
-        by_kind = np.argsort(which, kind="stable")
+        by_kind = ascending(which)
         read = np.repeat(np.arange(len(of)), alike[of])
         first = np.cumsum(alike)[of] - np.cumsum(alike[of])
         call = by_kind[np.arange(len(read)) + first[read]]

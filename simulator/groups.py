@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int64, distinct
+from echograph.ir.columns import NONE, Int64, ascending, distinct
 from echograph.ir.graph import Group, JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, OpKind
 
@@ -113,7 +113,7 @@ def number_rendezvous(key: Int64, nth: Int64) -> Int64:
 
 def occurrences(values: Int64) -> Int64:
     """For every value, how many equal ones stand before it."""
-    order = np.argsort(values, kind="stable")
+    order = ascending(values)
     lengths = np.bincount(values)
     before = np.empty(len(values), np.int64)
     before[order] = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1268,7 +1268,7 @@ class DataParallel:
         Raises:
             PlanError: a number is out of range, or micro-batches are given for a pipeline, which has its own.
         """
-        return self.labelled(graph)[0]
+        return self._written(graph, None)[0]
 
     def labelled(
         self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None = None

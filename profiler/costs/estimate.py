@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import GraphError, UnavailableError
-from echograph.ir.columns import NONE, Float64, Int64, TensorTable
+from echograph.ir.columns import NONE, Float64, Int64, TensorTable, distinct
 from echograph.ir.graph import CALL_FIELDS, Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate
 from echograph.ir.passes.fuse import DRAWS
@@ -274,15 +274,16 @@ def _clocks(graph: Graph, power: PowerModel, columns: Int64) -> Float64:
         columns: [4, operations] nanojoules of cores and of memory; picoseconds that the clock paces, and others.
     """
     until = np.concatenate([np.zeros((4, 1), np.int64), np.cumsum(columns, axis=1)], axis=1)
-    clocks = np.ones(len(graph.ops))
+    clocks, rows = np.ones(len(graph.ops)), len(graph.ops) + 1
     for program in graph.programs:
         calls = program.calls
-        micro_batches = np.unique(calls[calls[:, MICRO_BATCH] >= 0, MICRO_BATCH])
+        spans = np.divmod(distinct(calls[:, 1] * rows + calls[:, 2]), rows)
+        micro_batches = distinct(calls[calls[:, MICRO_BATCH] >= 0, MICRO_BATCH])
         if len(micro_batches):
             calls = calls[calls[:, MICRO_BATCH] == micro_batches[len(micro_batches) // 2]]
         core, memory, paced, other = (until[:, calls[:, 2]] - until[:, calls[:, 1]]).sum(axis=1).tolist()
         clock = sustained_clock(power, core / PER_JOULE, memory / PER_JOULE, paced / PS_PER_S, other / PS_PER_S)
-        for begin, end in {(begin, end) for begin, end in program.calls[:, 1:3].tolist()}:
+        for begin, end in zip(*(column.tolist() for column in spans), strict=True):
             np.minimum(clocks[begin:end], clock, out=clocks[begin:end])
     return clocks
 

@@ -22,7 +22,7 @@ segment, task and entry. All times are those of `static`, to the picosecond.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 from operator import itemgetter
@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Bools, Int64, distinct
+from echograph.ir.columns import NONE, Bools, Int32, Int64, ascending, distinct, equal_rows
 from echograph.ir.graph import JobGraph
 from echograph.ir.schedule import Edges, spread
 from echograph.ir.timeline import Lane, Timeline
@@ -178,28 +178,49 @@ class SegmentedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Cut:
-    """One program: positions at which segments start, their first rows, which meet, and what streams wait for."""
+    """One program in segments, and what streams wait for.
+
+    Attributes:
+        start: position at which each segment starts, and where the program ends.
+        begin: row of its first operation.
+        met: segments that are rendezvous.
+        before: position of what is waited for.
+        after: position of what waits for it, ascending.
+        made_by: segment of `before`.
+        reader: segment of `after`.
+    """
 
     start: Int64
     begin: Int64
     met: Int64
     before: Int64
     after: Int64
+    made_by: Int64
+    reader: Int64
 
     @property
     def lengths(self) -> Int64:
         return np.diff(self.start)
 
-    def segment(self, position: Int64) -> Int64:
-        return np.searchsorted(self.start, position, side="right") - 1
+    @property
+    def offsets(self) -> tuple[Int64, Int64]:
+        """Where `before` and `after` are in their segments."""
+        return self.before - self.start[self.made_by], self.after - self.start[self.reader]
 
-    def row(self, position: Int64) -> Int64:
-        segment = self.segment(position)
-        return self.begin[segment] + position - self.start[segment]
+    def waits(self, chosen: Bools) -> _Cut:
+        """The same with some of what streams wait for."""
+        columns = self.before, self.after, self.made_by, self.reader
+        before, after, made_by, reader = (column[chosen] for column in columns)
+        return replace(self, before=before, after=after, made_by=made_by, reader=reader)
 
 
 def cut(job: JobGraph) -> SegmentedJob | None:
-    """Cuts all programs of a job; None where runs of the same operations do not wait for each other alike."""
+    """Cuts all programs of a job; None where runs of the same operations do not wait for each other alike.
+
+    Nor are jobs cut of more streams than are told apart here.
+    """
+    if 1 + len(job.streams) > MOST_LANES:
+        return None
     edges = Edges(job)
     keys = RendezvousKeys(job)
     key_of = [keys.of(number) for number in range(len(job.programs))]
@@ -214,39 +235,41 @@ def cut(job: JobGraph) -> SegmentedJob | None:
         [(c.begin * rows + c.lengths) * 2 + met for c, met in zip(cuts, meets, strict=True)]
         or [np.zeros(0, np.int64)]
     )
-    name, kind = np.unique(names, return_inverse=True)
-    first = np.cumsum([0, *(len(c.begin) for c in cuts)])
-    inner = _inner(cuts, kind, first)
-    if inner is None:
-        return None
+    example, kind = equal_rows(names)
+    if any((c.made_by == c.reader).any() for c in cuts):
+        return None  # a value comes back into its own segment, in some instance
+    name = names[example].tolist()
+    spans = [range(begin := n // 2 // rows, begin + n // 2 % rows) for n in name]
+    waits = [_waits(its, edges.within(its)) for its in spans]
     rendezvous, members = _meet(job, cuts, key_of)
-    outer = [_outer(job, c) for c in cuts]
-    ends = [(c, o, kind[f:]) for c, o, f in zip(cuts, outer, first, strict=False)]
+    first = np.cumsum([0, *(len(c.begin) for c in cuts)])
+    settled = _Settled(job, spans, waits)
+    ends = [
+        (c.waits(_outer(job, c, settled.of(k, c))), k)
+        for c, k in zip(cuts, (kind[low:high] for low, high in pairwise(first.tolist())), strict=True)
+    ]
     longest = rows  # no segment has as many operations
-    inputs = _Ports(longest, len(name), [(k[c.segment(a)], a - c.start[c.segment(a)]) for c, (_, a), k in ends])
-    outputs = _Ports(longest, len(name), [(k[c.segment(b)], b - c.start[c.segment(b)]) for c, (b, _), k in ends])
+    inputs = _Ports(longest, len(name), [(k[c.reader], c.offsets[1]) for c, k in ends])
+    outputs = _Ports(longest, len(name), [(k[c.made_by], c.offsets[0]) for c, k in ends])
     kinds = tuple(
         SegmentKind(
-            rows=range(begin := int(n) // 2 // rows, begin + (length := int(n) // 2 % rows)),
+            rows=its,
             rendezvous=bool(n % 2),
-            waits=tuple(tuple(inner.get((number, op), ())) for op in range(length)),
+            waits=waits[number],
             inputs=inputs.of[number],
             outputs=outputs.of[number],
-            exchanges=tuple((_within(exchanges, begin, begin + length) - begin).tolist()),
+            exchanges=tuple((_within(exchanges, its.start, its.stop) - its.start).tolist()),
         )
-        for number, n in enumerate(name.tolist())
+        for number, (n, its) in enumerate(zip(name, spans, strict=True))
     )
     if any(op in kind.waits[op + 1] for kind in kinds for op in kind.exchanges):
         return None  # a receive that waits for its own send: the tasks say what waits for what
     sequences = [
         SegmentSequence(
-            kind=k[: len(c.begin)], start=c.start, rendezvous=met, reader=c.segment(after), into=into,
-            made_by=c.segment(before), out=out,
+            kind=k, start=c.start, rendezvous=met, reader=c.reader, into=into, made_by=c.made_by, out=out
         )
-        for (c, (before, after), k), met, into, out in zip(
-            ends, rendezvous, inputs.numbers, outputs.numbers, strict=True
-        )
-    ]  # fmt: skip
+        for (c, k), met, into, out in zip(ends, rendezvous, inputs.numbers, outputs.numbers, strict=True)
+    ]
     return SegmentedJob(job=job, kinds=kinds, sequences=tuple(sequences), members=members)
 
 
@@ -287,78 +310,95 @@ def _within(rows: Int64, begin: int, end: int) -> Int64:
 
 
 def _cut(job: JobGraph, number: int, edges: Edges, meets: np.ndarray) -> _Cut:
-    """One program, cut where its calls begin, and before and after each rendezvous."""
+    """One program, cut where its calls begin, and before and after each rendezvous; without waits in segments."""
     calls, rows = job.programs[number].calls, np.flatnonzero(meets)
     starts = np.concatenate([[0], np.cumsum(calls[:, 2] - calls[:, 1])])
     call, which = spread(np.searchsorted(rows, calls[:, 1]), np.searchsorted(rows, calls[:, 2]))
     met = starts[call] + rows[which] - calls[call, 1]
-    start = np.sort(np.concatenate([starts, met, met + 1]))
-    start = start[np.diff(start, prepend=NONE) > 0]
+    start = distinct(np.concatenate([starts, met, met + 1]))
     call = np.searchsorted(starts, start[:-1], side="right") - 1
-    before, after = edges.of(number)
+    before, after = edges.of(number, distinct(np.concatenate([rows, rows + 1])))
+    order = ascending(before)
+    order = order[ascending(after[order])]
+    before, after = before[order], after[order]
     return _Cut(
         start=start,
         begin=calls[call, 1] + start[:-1] - starts[call],
         met=np.searchsorted(start, met),
         before=before,
         after=after,
+        made_by=np.searchsorted(start, before, side="right") - 1,
+        reader=np.searchsorted(start, after, side="right") - 1,
     )
 
 
-def _inner(cuts: list[_Cut], kind: Int64, first: Int64) -> dict[tuple[int, int], list[int]] | None:
-    """Who waits for whom inside each kind of segment; None where its segments differ."""
-    # An edge inside a segment becomes a number, of the segment, who waits there and for whom: sorted, those of one
-    # segment lie together.
-    found = []
-    longest = int(max((c.lengths.max(initial=0) for c in cuts), default=0))
-    for c, number in zip(cuts, first.tolist(), strict=False):
-        segment = c.segment(c.after)
-        inside = segment == c.segment(c.before)
-        segment = segment[inside]
-        offsets = (c.after[inside] - c.start[segment]) * longest + c.before[inside] - c.start[segment]
-        found.append((number + segment) * longest**2 + offsets)
-    edges = np.sort(np.concatenate([*found, np.zeros(0, np.int64)]))
-    edges = edges[np.diff(edges, prepend=NONE) > 0]
-    segment, offsets = np.divmod(edges, longest**2)
-    count = np.bincount(segment, minlength=len(kind))
-    # Every segment must have the edges of the first one of its kind.
-    _, example = np.unique(kind, return_index=True)
-    if not np.array_equal(count, count[example[kind]]):
-        return None
-    begin = np.cumsum(count) - count
-    same = offsets[begin[example[kind[segment]]] + np.arange(len(segment)) - begin[segment]]
-    if not np.array_equal(offsets, same):
-        return None
-    waits: dict[tuple[int, int], list[int]] = {}
-    mine = segment == example[kind[segment]]
-    for number, offset in zip(kind[segment[mine]].tolist(), offsets[mine].tolist(), strict=True):
-        waits.setdefault((number, offset // longest), []).append(offset % longest)
-    return waits
+def _waits(rows: range, pairs: list[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """`SegmentKind.waits`, of pairs of rows that wait and are waited for."""
+    found: list[list[int]] = [[] for _ in rows]
+    for after, before in pairs:
+        found[after - rows.start].append(before - rows.start)
+    return tuple(map(tuple, found))
 
 
-def _outer(job: JobGraph, c: _Cut) -> tuple[Int64, Int64]:
-    """What segments wait for of others, ascending, without what their stream has waited for before.
+class _Settled:
+    """For which operations, or later ones of their stream, which lanes wait in their own segment already.
+
+    Args:
+        job: the job.
+        spans: rows of each kind of segment.
+        waits: `SegmentKind.waits` of each.
+    """
+
+    def __init__(self, job: JobGraph, spans: list[range], waits: list[tuple[tuple[int, ...], ...]]) -> None:
+        self.first = np.cumsum([0, *map(len, spans)])
+        self.lanes = np.zeros(int(self.first[-1]), np.int64)
+        reader, stream = _reading_lane(job).tolist(), job.ops.stream.tolist()
+        for rows, its, first in zip(spans, waits, self.first.tolist(), strict=False):
+            lanes = [0] * len(rows)
+            for after, of in enumerate(its):
+                for before in of:
+                    lanes[before] |= 1 << reader[rows[after]]
+            later: dict[int, int] = {}
+            for op in reversed(range(len(rows))):
+                later[stream[rows[op]]] = lanes[op] = lanes[op] | later.get(stream[rows[op]], 0)
+            self.lanes[first : first + len(rows)] = lanes
+
+    def of(self, kind: Int64, c: _Cut) -> Int64:
+        """Of each wait of a program whose segments are of these kinds, the lanes as bits."""
+        return self.lanes[self.first[kind[c.made_by]] + c.offsets[0]]
+
+
+def _reading_lane(job: JobGraph) -> Int64:
+    """The lane on which each row waits: the host's for its own work, else that of its stream."""
+    return np.where(job.ops.kind == OpKind.HOST, 0, 1 + job.ops.stream.astype(np.int64))
+
+
+def _outer(job: JobGraph, c: _Cut, settled: Int64) -> Bools:
+    """Which waits count: not those for what the stream has waited for before.
 
     A stream that once waited for a run waits for nothing before it, on the same stream, ever again.
+
+    Args:
+        job: the job.
+        c: one of its programs.
+        settled: as of `_Settled`.
     """
-    lanes = 1 + len(job.streams)
-    order = np.lexsort((c.before, c.after))
-    before, after = c.before[order], c.after[order]
-    maker, reader = c.row(before), c.row(after)
-    hosts = job.ops.kind[reader] == OpKind.HOST
-    pair = (1 + job.ops.stream[maker]) * lanes + np.where(hosts, 0, 1 + job.ops.stream[reader])
+    lanes, before, after = 1 + len(job.streams), c.before, c.after
+    maker, reader = (c.begin[its] + at for its, at in zip((c.made_by, c.reader), c.offsets, strict=True))
+    on = _reading_lane(job)[reader]
+    pair = (1 + job.ops.stream[maker].astype(np.int64)) * lanes + on
     # For each pair of streams, the latest run that was waited for so far; numbers hold the pair and the position.
-    by_pair = np.argsort(pair, kind="stable")
+    by_pair = ascending(pair)
     span = int(c.start[-1]) + 1
-    latest = np.maximum.accumulate(pair[by_pair].astype(np.int64) * span + before[by_pair])
+    made = pair[by_pair] * span + before[by_pair]
+    latest = np.maximum.accumulate(made)
     # What stands before the first edge of a reader is of earlier readers.
-    place = pair[by_pair].astype(np.int64) * span + after[by_pair]
+    place = pair[by_pair] * span + after[by_pair]
     begin = np.searchsorted(place, place)
     known = np.where(begin > 0, latest[np.maximum(begin, 1) - 1], NONE)
-    redundant = np.zeros(len(before), np.bool_)
-    redundant[by_pair] = known >= pair[by_pair].astype(np.int64) * span + before[by_pair]
-    kept = ~redundant & (c.segment(before) != c.segment(after))
-    return before[kept], after[kept]
+    kept: Bools = settled >> on & 1 == 0
+    kept[by_pair] &= known < made
+    return kept
 
 
 class _Ports:
@@ -575,19 +615,19 @@ class Stretches(NamedTuple):
         out_edge: number of the edge.
     """
 
-    bounds: Int64
-    program: Int64
-    first: Int64
-    chain: Int64
-    row: Int64
-    rendezvous: Int64
-    entry_at: Int64
-    in_at: Int64
-    in_port: Int64
-    in_edge: Int64
-    out_at: Int64
-    out_port: Int64
-    out_edge: Int64
+    bounds: Int32
+    program: Int32
+    first: Int32
+    chain: Int32
+    row: Int32
+    rendezvous: Int32
+    entry_at: Int32
+    in_at: Int32
+    in_port: Int32
+    in_edge: Int32
+    out_at: Int32
+    out_port: Int32
+    out_edge: Int32
 
 
 class _Chains(NamedTuple):
@@ -720,10 +760,13 @@ def work_of(job: JobGraph, device: Int64, host: Int64) -> RowTimes:
 
 
 def run(segments: SegmentedJob, work: RowTimes) -> SegmentRun | None:
-    """Runs all programs; None where segments wait for each other in a circle, which their tasks may not do."""
-    if 1 + len(segments.job.streams) > MOST_LANES:
+    """Runs all programs; None where segments wait for each other in a circle, which their tasks may not do.
+
+    Nor are programs run of more stretches than 32 bits count.
+    """
+    if (found := _stretches(segments, work)) is None:
         return None
-    stretches, chains = _stretches(segments, work)
+    stretches, chains = found
     tables = _chain_columns(segments, work, chains)
     state = _begin(segments, stretches, tables)
     sizes = np.diff(tables.over_at)
@@ -749,8 +792,11 @@ def run(segments: SegmentedJob, work: RowTimes) -> SegmentRun | None:
     )
 
 
-def _stretches(segments: SegmentedJob, work: RowTimes) -> tuple[Stretches, tuple[SegmentChain, ...]]:
-    """All stretches, and their chains. Chains that stand once do not pay: their segments go one by one."""
+def _stretches(segments: SegmentedJob, work: RowTimes) -> tuple[Stretches, tuple[SegmentChain, ...]] | None:
+    """All stretches, and their chains; None where they are too many.
+
+    Chains that stand once do not pay: their segments go one by one.
+    """
     sequences = segments.sequences
     first_of = np.cumsum([0, *(len(its.kind) for its in sequences)])
     kind = np.concatenate([np.zeros(0, np.int64), *(its.kind for its in sequences)])
@@ -771,15 +817,17 @@ def _stretches(segments: SegmentedJob, work: RowTimes) -> tuple[Stretches, tuple
     program = np.repeat(np.arange(len(sequences)), np.diff(bounds))
     inputs, outputs = _edges(sequences, first_of, first)
     entries = np.array([len(its.lanes) + its.inputs for its in chains] + [3], np.int64)[chain]
+    if max(int(entries.sum()), len(inputs[2])) > np.iinfo(np.int32).max:
+        return None
     rows = np.array([its.rows.start for its in segments.kinds] or [0], np.int64)
     rendezvous = np.concatenate([np.zeros(0, np.int64), *(its.rendezvous for its in sequences)])
-    stretches = Stretches(
-        bounds=bounds, program=program, first=first - first_of[program], chain=chain, row=rows[kind[first]],
-        rendezvous=rendezvous[first], entry_at=np.cumsum(np.append(0, entries)),
-        in_at=inputs[0], in_port=inputs[1], in_edge=inputs[2],
-        out_at=outputs[0], out_port=outputs[1], out_edge=outputs[2],
-    )  # fmt: skip
-    return Stretches(*(array(column, np.int64) for column in stretches)), chains
+    columns: dict[str, np.ndarray] = {
+        "bounds": bounds, "program": program, "first": first - first_of[program], "chain": chain,
+        "row": rows[kind[first]], "rendezvous": rendezvous[first], "entry_at": np.cumsum(np.append(0, entries)),
+        "in_at": inputs[0], "in_port": inputs[1], "in_edge": inputs[2],
+        "out_at": outputs[0], "out_port": outputs[1], "out_edge": outputs[2],
+    }  # fmt: skip
+    return Stretches(**{name: array(column, np.int32) for name, column in columns.items()}), chains
 
 
 def _bounds(sequence: SegmentSequence, meets: Bools) -> Int64:
@@ -799,12 +847,9 @@ def _runs(kind: Int64, begin: Int64) -> tuple[Int64, Int64]:
     run, count = np.empty(len(begin), np.int64), 0
     for size in distinct(length).tolist():
         mine = np.flatnonzero(length == size)
-        kinds = kind[begin[mine, None] + np.arange(size)]
-        # A row as one value: rows of which few are equal may be long.
-        whole = np.ascontiguousarray(kinds).view(np.dtype((np.void, kinds.itemsize * size))).ravel()
-        found, number = np.unique(whole, return_inverse=True)
+        example, number = equal_rows(kind[begin[mine, None] + np.arange(size)])
         run[mine] = count + number
-        count += len(found)
+        count += len(example)
     return run, np.bincount(run, minlength=count)
 
 
@@ -826,8 +871,8 @@ def _chains(
     length = np.diff(first, append=len(kind))
     one = length == 1
     name = np.where(one, kind[first], len(segments.kinds) + run)
-    names, example, chain = np.unique(name, return_index=True, return_inverse=True)
-    number = np.full(len(names), NONE, np.int64)
+    example, chain = equal_rows(name)
+    number = np.full(len(example), NONE, np.int64)
     chains: list[SegmentChain] = []
     for which, at in enumerate(example.tolist()):
         its = [matrices[k] for k in kind[first[at] : first[at] + length[at]].tolist()]
@@ -852,7 +897,7 @@ def _edges(sequences: Sequence[SegmentSequence], first_of: Int64, first: Int64) 
     found = []
     for segment, port in zip((reader, made_by), ports, strict=True):
         stretch = np.searchsorted(first, segment, side="right") - 1
-        edge = np.argsort(stretch, kind="stable")
+        edge = ascending(stretch)
         found.append((np.searchsorted(stretch[edge], np.arange(len(first) + 1)), port[edge], edge))
     return found[0], found[1]
 
@@ -884,7 +929,7 @@ def _begin(segments: SegmentedJob, stretches: Stretches, chains: _Chains) -> _St
     return _State(
         clocks=np.zeros(programs * lanes * scenarios, np.int64),
         pending=np.zeros(programs, np.int64),
-        at=stretches.bounds[:-1].copy(),
+        at=stretches.bounds[:-1].astype(np.int64),
         queue=np.arange(programs),
         queued=np.ones(programs, np.int64),
         entries=np.zeros(int(stretches.entry_at[-1]), np.int64),
@@ -1070,7 +1115,7 @@ def _by_matrix(run: SegmentRun, program: int) -> Iterator[tuple[TransferMatrix, 
     its = run.stretches
     begin, end = its.bounds[program : program + 2].tolist()
     chains = its.chain[begin:end]
-    order = begin + np.argsort(chains, kind="stable")
+    order = begin + ascending(chains.astype(np.int64))
     bounds = np.searchsorted(its.chain[order], np.arange(len(run.chains) + 1))
     found: dict[TransferMatrix, list[tuple[Int64, Int64]]] = {}
     for number in distinct(chains[chains != NONE]).tolist():
@@ -1162,7 +1207,7 @@ class _Path:
         return self.run.work.lane[self.run.segments.kinds[kind].rows[op]]
 
     def _stretch(self, program: int, segment: int) -> int:
-        first = int(np.searchsorted(self.firsts[program], segment, side="right")) - 1
+        first = int(np.searchsorted(self.firsts[program], np.int32(segment), side="right")) - 1
         return int(self.run.stretches.bounds[program]) + first
 
     def _chain(self, stretch: int) -> SegmentChain | None:

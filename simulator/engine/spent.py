@@ -1,7 +1,8 @@
 """What programs spend a step on whose clocks went through segments: `breakdown` without a timeline in between.
 
 The tasks of a lane follow each other. So when they run is written lane by lane, those that touch and count alike
-as one, and a step is walked through once, from one change on any lane to the next. Times and order are those of
+as one, and a step is walked through once, from one change on any lane to the next. Tasks that touch whatever the
+clocks with which their chain begins are one from the outset. Times and order are those of
 `segments.program_timeline`; compiled, this is some ten times quicker.
 """
 
@@ -13,19 +14,21 @@ from typing import NamedTuple
 import numpy as np
 
 from echograph.ir.columns import Int64
-from echograph.simulator.breakdown import Breakdown, layers_of, of_spent
+from echograph.simulator.breakdown import Breakdown, BreakdownLayers, layers_of, of_spent
 from echograph.simulator.engine.machine_code import array, compiled, interpreted
 from echograph.simulator.engine.segments import NEVER, SegmentChain, SegmentRun, Stretches
 
 
 class _Tasks(NamedTuple):
-    """What the operations of chains are, as columns.
+    """What chains do, as columns. A piece is tasks of a lane that count alike and touch whatever the clocks.
 
     Attributes:
-        ops_at: [chains + 1], where the operations of each chain begin in `row`.
-        row: of the operation table.
-        starts: [operations, 2, entries] of each chain: from its entries to when host and device start.
-        starts_at: [chains], where they begin.
+        pieces_at: [chains + 1], where the pieces of each chain begin; those of a lane ascend in time.
+        lane_of: of each piece.
+        layer_of: of each piece.
+        duration: of each piece, picoseconds.
+        starts_at: of each piece, where its constants begin in `starts`.
+        starts: of each piece, from the entries of its chain to when it starts.
         entries: [chains], how many.
         layer: of each row, that of its task on the device.
         lane: of each row.
@@ -34,10 +37,12 @@ class _Tasks(NamedTuple):
         sizes: lanes, layers, the last of which is the host's; and picoseconds of the step.
     """
 
-    ops_at: Int64
-    row: Int64
-    starts: Int64
+    pieces_at: Int64
+    lane_of: Int64
+    layer_of: Int64
+    duration: Int64
     starts_at: Int64
+    starts: Int64
     entries: Int64
     layer: Int64
     lane: Int64
@@ -75,39 +80,81 @@ def breakdowns_of(run: SegmentRun, *, compile_it: bool = True) -> Callable[[int]
     """
     job, layers = run.segments.job, layers_of(run.segments.job)
     lanes = 1 + len(job.streams)
-    sizes = np.array([lanes, layers.idle, int(run.ends[0])], np.int64)
-    work, constants = run.work, [_starts(chain) for chain in run.chains]
-    rows = [row for chain in run.chains for matrix in chain.matrices for row in matrix.kind.rows]
-    none = np.zeros(0, np.int64)
-    columns = (
-        np.cumsum([0, *(len(its) for its in constants)]),
-        np.array(rows, np.int64),
-        np.concatenate([none, *(its.ravel() for its in constants)]),
-        np.cumsum([0, *(its.size for its in constants)])[:-1],
-        np.array([its.shape[2] for its in constants], np.int64),
-        layers.of_op,
-        np.array(work.lane, np.int64),
-        work.device[:, 0],
-        work.host[:, 0],
-        sizes,
-    )
-    tasks = _Tasks(*(array(column, np.int64) for column in columns))
+    tasks = _tasks(run, layers, lanes)
+    at_most = _at_most(run.stretches, np.diff(tasks.pieces_at))
 
     def of_program(number: int) -> Breakdown:
-        count = int(run.segments.sequences[number].start[-1])
+        count = at_most[number]
         state = _Spent(
-            filled=np.zeros(lanes, np.int64), first=np.zeros(lanes, np.int64), start=np.zeros(2 * count, np.int64),
-            end=np.zeros(2 * count, np.int64), layer=np.zeros(2 * count, np.int64),
+            filled=np.zeros(lanes, np.int64), first=np.zeros(lanes, np.int64), start=np.zeros(count, np.int64),
+            end=np.zeros(count, np.int64), layer=np.zeros(count, np.int64),
             spent=np.zeros(layers.idle + 1, np.int64),
         )  # fmt: skip
         inputs = run.stretches, tasks, run.entries, run.begins, number
         if compile_it:
-            compiled(_spend, _write, _add, _latest, _walk)(*inputs, state)
+            compiled(_spend, _write, _add, _walk)(*inputs, state)
         else:
             interpreted(_spend, *inputs, outputs=state)
         return of_spent(job, layers, state.spent.tolist(), number)
 
     return of_program
+
+
+def _at_most(stretches: Stretches, pieces: Int64) -> list[int]:
+    """How many intervals each program has at most: pieces, and two of each rendezvous."""
+    count = np.cumsum(np.append(0, np.append(pieces, 2)[stretches.chain]))
+    found: list[int] = np.diff(count[stretches.bounds]).tolist()
+    return found
+
+
+def _tasks(run: SegmentRun, layers: BreakdownLayers, lanes: int) -> _Tasks:
+    """The columns of what ran."""
+    work = run.work
+    lane, device, host = np.array(work.lane, np.int64), work.device[:, 0], work.host[:, 0]
+    none = np.zeros(0, np.int64)
+    found: list[tuple[Int64, Int64, Int64, Int64]] = []
+    for chain in run.chains:
+        rows = np.array([row for matrix in chain.matrices for row in matrix.kind.rows], np.int64)
+        its_lane = np.stack([np.zeros_like(rows), lane[rows]], axis=1).ravel()
+        its_layer = np.stack([np.full_like(rows, layers.host), layers.of_op[rows]], axis=1).ravel()
+        duration = np.stack([host[rows], device[rows]], axis=1).ravel()
+        starts = _starts(chain)
+        found.append(_pieces(its_lane, its_layer, duration, starts.reshape(len(duration), -1)))
+    entries = np.array([starts.shape[1] for *_, starts in found], np.int64)
+    pieces = np.array([len(its) for its, *_ in found], np.int64)
+    columns = (
+        np.append(0, np.cumsum(pieces)),
+        *(np.concatenate([none, *(its[column] for its in found)]) for column in range(3)),
+        np.cumsum(np.append(0, np.repeat(entries, pieces)))[:-1],
+        np.concatenate([none, *(starts.ravel() for *_, starts in found)]),
+        entries,
+        layers.of_op,
+        lane,
+        device,
+        host,
+        np.array([lanes, layers.idle, int(run.ends[0])]),
+    )
+    return _Tasks(*(array(column, np.int64) for column in columns))
+
+
+def _pieces(lane: Int64, layer: Int64, duration: Int64, starts: Int64) -> tuple[Int64, Int64, Int64, Int64]:
+    """Tasks of a chain as pieces: lane, layer, duration, and int64 [pieces, entries], from entries to the start.
+
+    Args:
+        lane: of each task.
+        layer: of each task.
+        duration: of each task, picoseconds.
+        starts: int64 [tasks, entries], from the entries to the start of each.
+    """
+    order = np.argsort(lane, kind="stable")
+    order = order[duration[order] > 0]
+    lane, layer, duration, starts = (column[order] for column in (lane, layer, duration, starts))
+    touches = starts[1:] == starts[:-1] + duration[:-1, None]
+    touches |= np.maximum(starts[1:], starts[:-1]) < NEVER // 2  # what holds neither back
+    new = np.ones(len(order), np.bool_)
+    new[1:] = (lane[1:] != lane[:-1]) | (layer[1:] != layer[:-1]) | ~touches.all(axis=1)
+    first = np.flatnonzero(new)
+    return lane[first], layer[first], np.add.reduceat(duration, first) if len(first) else duration, starts[first]
 
 
 def _starts(chain: SegmentChain) -> Int64:
@@ -121,14 +168,6 @@ def _starts(chain: SegmentChain) -> Int64:
 
 
 # The loop, which is compiled.
-
-
-def _latest(tasks: _Tasks, entries: Int64, at: int, first: int, count: int) -> int:
-    """When a task starts, by constants from `at` on, and entries from `first` on."""
-    latest: int = tasks.starts[at] + entries[first]
-    for each in range(1, count):
-        latest = max(latest, tasks.starts[at + each] + entries[first + each])
-    return latest
 
 
 def _add(state: _Spent, lane: int, start: int, duration: int, layer: int) -> None:
@@ -156,16 +195,12 @@ def _write(
             begin = begins[stretches.rendezvous[stretch]]
             _add(state, tasks.lane[row], begin, tasks.device[row], tasks.layer[row])
             continue
-        count, at = tasks.entries[chain], tasks.starts_at[chain]
-        for op in range(tasks.ops_at[chain], tasks.ops_at[chain + 1]):
-            row = tasks.row[op]
-            if tasks.host[row] > 0:
-                _add(state, 0, _latest(tasks, entries, at, first, count), tasks.host[row], host)
-            at += count
-            if tasks.device[row] > 0:
-                start = _latest(tasks, entries, at, first, count)
-                _add(state, tasks.lane[row], start, tasks.device[row], tasks.layer[row])
-            at += count
+        for piece in range(tasks.pieces_at[chain], tasks.pieces_at[chain + 1]):
+            at = tasks.starts_at[piece]
+            start = tasks.starts[at] + entries[first]
+            for each in range(1, tasks.entries[chain]):
+                start = max(start, tasks.starts[at + each] + entries[first + each])
+            _add(state, tasks.lane_of[piece], start, tasks.duration[piece], tasks.layer_of[piece])
 
 
 def _walk(tasks: _Tasks, state: _Spent) -> None:
@@ -192,16 +227,15 @@ def _spend(
     stretches: Stretches, tasks: _Tasks, entries: Int64, begins: Int64, program: int, state: _Spent
 ) -> None:
     """Where the time of a program goes."""
-    # How many tasks each lane has at most, so that each has its own place.
+    # How many intervals each lane has at most, so that each has its own place.
     for stretch in range(stretches.bounds[program], stretches.bounds[program + 1]):
         chain = stretches.chain[stretch]
         if chain < 0:
             state.filled[0] += 1
             state.filled[tasks.lane[stretches.row[stretch]]] += 1
             continue
-        for op in range(tasks.ops_at[chain], tasks.ops_at[chain + 1]):
-            state.filled[0] += 1
-            state.filled[tasks.lane[tasks.row[op]]] += 1
+        for piece in range(tasks.pieces_at[chain], tasks.pieces_at[chain + 1]):
+            state.filled[tasks.lane_of[piece]] += 1
     place = 0
     for lane in range(tasks.sizes[0]):
         state.first[lane] = place

@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from echograph.errors import SimulationError
-from echograph.ir.columns import NONE, Bools, Int64, distinct
+from echograph.ir.columns import NONE, Bools, Int64, ascending, distinct, equal_rows
 from echograph.ir.graph import BETWEEN_STEPS, JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, DType, OpKind, Payload, Phase, TensorRole
 from echograph.simulator.memory.allocator import BLOCK, CachedBlock, CachingAllocator
@@ -110,13 +110,13 @@ class Memories:
         maker[job.root[job.ops.outputs.values[self.fresh]]] = job.ops.outputs.rows[self.fresh]
         streams = np.where(maker == NONE, 0, job.ops.stream[maker]) if len(job.ops) else maker
         parts: list[tuple[Int64, ...]] = []
+        nbytes = np.where(job.tensors.alias_of == NONE, job.tensors.nbytes, 0)
         for block in job.blocks:
             rows = block.tensors.start + np.flatnonzero(
                 ~job.tensors.port[block.tensors.start : block.tensors.stop]
             )
-            size = np.where(job.tensors.alias_of[rows] == NONE, job.tensors.nbytes[rows], 0)
             made, begins = maker[rows] != NONE, np.asarray(job.maker)[rows] != NONE
-            of_one = (size, job.tensors.role[rows], streams[rows], made, made & begins)
+            of_one = (nbytes[rows], job.tensors.role[rows], streams[rows], made, made & begins)
             parts.append(tuple(np.tile(column, len(block.instances)) for column in of_one))
         for role, size in ((COMMUNICATION, buffers), (WORKSPACE, workspaces)):
             for block in job.blocks:
@@ -408,14 +408,8 @@ class Lifetimes:
         key, self._keys = _kinds(self.calls, len(self.job.ops))
         self._touched = self._find_touches()
         self.crossings = self._find_crossings(key)
-        self.course = np.zeros(len(self.calls), np.int64)
-        self.position = np.zeros(len(self.calls), np.int64)
-        known: dict[tuple[int, ...], int] = {}
-        for rows in _by_value(self.calls[:, 4]):
-            course = tuple(key[rows].tolist())
-            self.course[rows] = known.setdefault(course, len(known))
-            self.position[rows] = np.arange(len(rows))
-        self.courses = tuple(self._work_out(course) for course in known)
+        self.course, self.position, courses = _courses(key, self.calls[:, 4])
+        self.courses = tuple(self._work_out(course) for course in courses)
         ends = np.concatenate([self.crossings.taken, self.crossings.freed])
         self._crossed = {call: self._with_crossings(call) for call in distinct(ends).tolist()}
 
@@ -554,10 +548,10 @@ class Lifetimes:
 def _kinds(calls: Int64, ops: int) -> tuple[Int64, list[tuple[int, int, int, int]]]:
     """For every call its kind, and the kinds: block, begin, end, instance, ascending."""
     block, begin, end, instance, _ = calls.T
-    span = np.unique(begin * (ops + 1) + end, return_inverse=True)[1]
+    span = equal_rows(begin * (ops + 1) + end).of
     several = int(instance.max(initial=0)) + 1
     key = (block * (int(span.max(initial=0)) + 1) + span) * several + instance
-    _, first, kind = np.unique(key, return_index=True, return_inverse=True)
+    first, kind = equal_rows(key)
     return kind, list(map(tuple, calls[first, :4].tolist()))
 
 
@@ -572,11 +566,19 @@ def _joined(touches: _Touches) -> _Touches:
     )
 
 
-def _by_value(values: Int64) -> Iterator[Int64]:
-    """Rows of each distinct value, in order."""
-    order = np.argsort(values, kind="stable")
-    cuts = np.flatnonzero(np.diff(values[order])) + 1
-    yield from (np.split(order, cuts) if len(order) else ())
+def _courses(kind: Int64, micro_batch: Int64) -> tuple[Int64, Int64, list[tuple[int, ...]]]:
+    """For every call the number of its course and its position there, and the courses, as kinds of calls."""
+    order, found = ascending(micro_batch), list[tuple[int, ...]]()
+    begin = np.flatnonzero(np.diff(micro_batch[order], prepend=NONE))
+    length = np.diff(begin, append=len(order))
+    course, position = np.empty_like(kind), np.empty_like(kind)
+    position[order] = np.arange(len(order)) - np.repeat(begin, length)
+    for size in distinct(length).tolist():
+        calls = order[begin[length == size, None] + np.arange(size)]
+        first, of = equal_rows(kind[calls])
+        course[calls] = len(found) + of[:, None]
+        found += map(tuple, kind[calls[first]].tolist())
+    return course, position, found
 
 
 def _by_call(calls: int, call: Int64, offset: Int64) -> list[Int64]:
@@ -608,9 +610,7 @@ class Usage:
         if not count:
             return (np.zeros(0, np.int64),) * 3
         course, position = self.lifetimes.course, self.lifetimes.position
-        _, first, kind = np.unique(
-            course * (int(position.max()) + 1) + position, return_index=True, return_inverse=True
-        )
+        first, kind = equal_rows(course * (int(position.max()) + 1) + position)
         profiles = np.zeros((2, len(first), 3), np.int64)
         # The first call of a kind may make gradients which the later ones find.
         for number in np.argsort(first).tolist():
@@ -1161,15 +1161,14 @@ def largest_memory(job: JobGraph, capacity_bytes: int, runtime: Runtime | None =
     if not len(job.tensors):
         return None
     runtime, memories = runtime or Runtime(), Memories(job)
-    usages = [Usage(Lifetimes(memories, number)) for number in range(len(job.programs))]
-    also = [runtime.workspaces(program) for program in job.programs]
-    all_of = [usage.peak_bytes + sum(its) for usage, its in zip(usages, also, strict=True)]
-    most = max(range(len(usages)), key=lambda n: (all_of[n] + _nccl_bytes(job, n, runtime), -n))
-    found = _of(usages[most], job, most, capacity_bytes, runtime, reserve=True)
-    names = [program.role or str(n) for n, program in enumerate(job.programs)]
-    rests = [_at_rest(*its) for its in zip(usages, job.programs, also, strict=True)]
-    return replace(
-        found,
-        programs=dict(zip(names, all_of, strict=True)),
-        at_rest=dict(zip(names, rests, strict=True)),
-    )
+    most, needed, largest, peaks, rests = 0, NONE, None, dict[str, int](), dict[str, int]()
+    for number, program in enumerate(job.programs):
+        usage, also = Usage(Lifetimes(memories, number)), runtime.workspaces(program)
+        name, peak = program.role or str(number), usage.peak_bytes + sum(also)
+        peaks[name], rests[name] = peak, _at_rest(usage, program, also)
+        # One is kept: what lives when is as large as the calls of a program.
+        if (its := peak + _nccl_bytes(job, number, runtime)) > needed:
+            most, needed, largest = number, its, usage
+    assert largest is not None
+    found = _of(largest, job, most, capacity_bytes, runtime, reserve=True)
+    return replace(found, programs=peaks, at_rest=rests)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conformance_graphs import GRAPHS
+from hypothesis import given
+from hypothesis import strategies as st
 
 from echograph.ir import types as t
-from echograph.ir.columns import Ragged
+from echograph.ir.columns import Ragged, ascending, equal_rows
 
 
 def test_ragged_rows() -> None:
@@ -55,3 +57,12 @@ def test_durations_by_device() -> None:
     assert spread[0] == np.float32(0.0125)
     assert set(ops.duration_on("no such device")[0].tolist()) == {-1}
     assert [d.device for d in ops[0].durations] == ["h100", "a100", "b200", "mi300x"]
+
+
+@given(st.lists(st.one_of(st.integers(-3, 3), st.integers(-(2**63), 2**63 - 1))))
+def test_rows_are_ordered_and_told_apart_as_numpy_does(numbers: list[int]) -> None:
+    values = np.array(numbers, np.int64)
+    _, first, of = np.unique(values, return_index=True, return_inverse=True)
+    assert ascending(values).tolist() == np.argsort(values, kind="stable").tolist()
+    found = equal_rows(values)
+    assert (found.first.tolist(), found.of.tolist()) == (first.tolist(), of.tolist())
