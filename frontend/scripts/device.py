@@ -392,58 +392,29 @@ class OnTheDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         known = known_values.read(func, args, kwargs)
         if known is not None:
-            line = values.caller() if known_values.rest_on_ranks(args) else None
-            if line is not None:
-                self._note(
-                    f"{line} reads what ranks told each other: all are taken to have told what this one did"
-                )
-                if not args[0].is_floating_point():
-                    self._rested.append(line)
+            self._tell_of_ranks(args)
             return known[0]
-        question = QUESTIONS.get(func)
-        if question is not None and isinstance(args[0], FakeTensor):
-            return question(self._note, *args)
-        if func is Tensor.data_ptr and isinstance(args[0], FakeTensor):
-            return _address(args[0])
-        if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor) and args[0].is_leaf:
-            return _copied(*args)
-        if func is Tensor.__deepcopy__ and type(args[0]) is Tensor:
-            with _disable_current_modes():  # one that was made beside the fake ones has its values
-                return copy.deepcopy(*args)
-        if func in PLACES:
-            return PLACES[func](*args)
-        if func is Tensor.pin_memory:
-            return args[0]
-        if func is torch.device and self._gpus and args and type(args[0]) is int:
-            return torch.device("cuda", args[0])
-        if func is Tensor.is_pinned:
-            return False
-        if kwargs.get("pin_memory"):
-            kwargs = kwargs | {"pin_memory": False}
-        if func is Tensor.__setitem__ and isinstance(args[2], Tensor) and args[2].requires_grad:
-            args = known_values.placed(args)
-        if func is torch.tensor and args and isinstance(args[0], list | tuple):
-            args = (known_values.plain(args[0]), *args[1:])
-        if func is Tensor.type and len(args) > 1 and args[1] in OLD_TYPES.values():
-            return self._moved(Tensor.to, (args[0], args[1].dtype), {}, True)
-        if func is Tensor.type:
-            return _type_of(func, args, kwargs)
-        if func is Tensor.cuda:
-            return self._moved(lambda tensor: tensor, args[:1], {}, True)
-        if func is Tensor.to:
-            target = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
-            if isinstance(target, Tensor):
-                return self._moved(func, args, kwargs, on_gpu(target))
-            if isinstance(target, str | int | torch.device) and not isinstance(target, bool):
-                args, kwargs = _to_the_cpu(args, kwargs)
-                return self._moved(func, args, kwargs, is_gpu(target))
-        if isinstance(kwargs.get("device"), str | torch.device) and str(kwargs["device"]).startswith("cpu:"):
-            kwargs = kwargs | {"device": _CPU}
+        answer = _ANSWERS.get(func)
+        if answer is not None and (given := answer(self, func, args, kwargs)) is not NotImplemented:
+            return given
+        args, kwargs = _on_the_host(func, args, kwargs)
         if "device" in kwargs and is_gpu(kwargs["device"]):
             kwargs = kwargs | {"device": _CPU}
             made = self._on_gpu(func, args, kwargs)
             known_values.follow_made(func, args, kwargs, made)
             return moved(args[0], made, True) if args and made is args[0] else _marked(made)
+        return self._followed(func, args, kwargs)
+
+    def _tell_of_ranks(self, args: Any) -> None:
+        """Notes the line that reads what ranks told each other."""
+        line = values.caller() if known_values.rest_on_ranks(args) else None
+        if line is not None:
+            self._note(f"{line} reads what ranks told each other: all are taken to have told what this one did")
+            if not args[0].is_floating_point():
+                self._rested.append(line)
+
+    def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a function makes, with what is known of its values."""
         try:
             out = self._run(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -480,6 +451,30 @@ class OnTheDevice(TorchFunctionMode):
         if not self._gpus:
             raise CaptureError(f"this {NO_GPU}")
         return self._run(func, args, kwargs)
+
+    def _question(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return QUESTIONS[func](self._note, *args) if isinstance(args[0], FakeTensor) else NotImplemented
+
+    def _device(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A number alone is a GPU's."""
+        return torch.device("cuda", args[0]) if self._gpus and args and type(args[0]) is int else NotImplemented
+
+    def _type(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if len(args) > 1 and args[1] in OLD_TYPES.values():
+            return self._moved(Tensor.to, (args[0], args[1].dtype), {}, True)
+        return _type_of(func, args, kwargs)
+
+    def _cuda(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._moved(lambda tensor: tensor, args[:1], {}, True)
+
+    def _to(self, func: Any, args: Any, kwargs: Any) -> Any:
+        target = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
+        if isinstance(target, Tensor):
+            return self._moved(func, args, kwargs, on_gpu(target))
+        if isinstance(target, str | int | torch.device) and not isinstance(target, bool):
+            args, kwargs = _to_the_cpu(args, kwargs)
+            return self._moved(func, args, kwargs, is_gpu(target))
+        return NotImplemented
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Goes on with what was asked."""
@@ -574,6 +569,19 @@ PLACES: dict[Any, Callable[..., Any]] = {
 """What asks where a tensor is, or changes it."""
 
 
+def _on_the_host(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments as fake tensors in the host's one memory take them, which nothing pins."""
+    if kwargs.get("pin_memory"):
+        kwargs = kwargs | {"pin_memory": False}
+    if func is Tensor.__setitem__ and isinstance(args[2], Tensor) and args[2].requires_grad:
+        args = known_values.placed(args)
+    if func is torch.tensor and args and isinstance(args[0], list | tuple):
+        args = (known_values.plain(args[0]), *args[1:])
+    if isinstance(kwargs.get("device"), str | torch.device) and str(kwargs["device"]).startswith("cpu:"):
+        kwargs = kwargs | {"device": _CPU}
+    return args, kwargs
+
+
 def _address(tensor: FakeTensor) -> int:
     """A number that tells the memory of fake tensors apart, as FSDP does; 0 for memory that was given back."""
     storage = tensor.untyped_storage()
@@ -604,6 +612,32 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
         args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
     made = func(*args, **kwargs)
     return made.replace("torch.", "torch.cuda.") if isinstance(made, str) and on_gpu(args[0]) else made
+
+
+def _deepcopy(mode: OnTheDevice, func: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[0], FakeTensor) and args[0].is_leaf:
+        return _copied(*args)
+    if type(args[0]) is Tensor:
+        with _disable_current_modes():  # one that was made beside the fake ones has its values
+            return copy.deepcopy(*args)
+    return NotImplemented
+
+
+_ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
+    **dict.fromkeys(QUESTIONS, OnTheDevice._question),
+    **dict.fromkeys(PLACES, lambda mode, func, args, kwargs: PLACES[func](*args)),
+    Tensor.data_ptr: lambda mode, func, args, kwargs: (
+        _address(args[0]) if isinstance(args[0], FakeTensor) else NotImplemented
+    ),
+    Tensor.__deepcopy__: _deepcopy,
+    Tensor.pin_memory: lambda mode, func, args, kwargs: args[0],
+    Tensor.is_pinned: lambda mode, func, args, kwargs: False,
+    torch.device: OnTheDevice._device,
+    Tensor.type: OnTheDevice._type,
+    Tensor.cuda: OnTheDevice._cuda,
+    Tensor.to: OnTheDevice._to,
+}
+"""What PyTorch is not asked, by the function that is called; NotImplemented: it is asked, of such arguments."""
 
 
 @contextmanager
