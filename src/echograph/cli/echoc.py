@@ -28,6 +28,7 @@ from echograph.errors import UsageError
 from echograph.frontend.pytorch.spec import ModelSizes, StepSpec
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.types import Phase
+from echograph.options import option_name
 from echograph.simulator.clusters import DEFAULT_CLUSTER
 from echograph.units import format_bytes, format_count
 from echograph.workflow.formats import (
@@ -73,10 +74,11 @@ def compile_command(
 
     if (model is None) == (onnx is None):
         raise UsageError("give what to compile: --model NAME or --onnx FILE, one of them")
-    if onnx is not None and (sizes or "recompute" in step or capture != "recorder"):
-        raise UsageError("--batch-size, --seq-len, --attention, --recompute, --capture: not for an ONNX file")
-    if onnx is None and (dim or branch or train or loss != "auto"):
-        raise UsageError("--dim, --train, --loss and --branch are for an ONNX file: give it by --onnx")
+    of_onnx = {"dim": dim, "branch": branch, "train": train, "loss": loss != "auto"}
+    others = [*sizes, *["capture"] * (capture != "recorder")] if onnx else [n for n, v in of_onnx.items() if v]
+    if others:
+        which = "not for an ONNX file: leave it out" if onnx else "for an ONNX file: give it by --onnx"
+        raise UsageError(f"{', '.join(map(option_name, others))}: {which}")
     files.check_writable(output)
     require_torch("compiling a model")
     note, notes = "", tuple[str, ...]()
