@@ -102,6 +102,9 @@ def analyze_command(
 
     options = parse_options(name, option or (), read) if name else {}
     wanted = sorted(parse_ranks("--ranks", ranks)) if ranks else None
+    copy = output if name in COPIES and not (as_csv or as_json) else None
+    if copy is not None and against is not None:
+        raise UsageError(f"--against: not with a copy of the traces with their {name}: leave it out, or add --csv")
     for target in filter(None, (output, html)):
         check_writable(target)
     check_workbook(xlsx)
@@ -117,9 +120,9 @@ def analyze_command(
         with progress("analysing") as say:
             write_workbook(xlsx, answers(found, name, options, other) if name else every_answer(found, other, say))
         return
-    if output is not None and name in COPIES and not (as_csv or as_json):
+    if copy is not None:
         print_notes(found.notes)
-        write_copy(found, name, output, options)
+        write_copy(found, name, copy, options)
         return
     _print_answers(answers(found, name, options, other), name, as_csv=as_csv, as_json=as_json, output=output)
 
