@@ -12,7 +12,7 @@ import typer
 from echograph.cli import byteprofile
 from echograph.cli.app import end_with, make_app, require_torch, run
 from echograph.cli.comms import comms, record
-from echograph.cli.options import MODEL, GraphFile, Json, parse_ranks, with_options
+from echograph.cli.options import MODEL, GraphFile, Json, with_options
 from echograph.cli.output import (
     check_outputs,
     print_error,
@@ -28,6 +28,7 @@ from echograph.cli.output import (
 from echograph.errors import UsageError
 from echograph.frontend.pytorch.spec import ModelSizes
 from echograph.ir.files import check_writable, write_whole
+from echograph.options import parse_ranks
 from echograph.progress import silent
 from echograph.units import format_bytes, format_time
 from echograph.workflow.measure import MeasuringOptions

@@ -19,7 +19,6 @@ from echograph.cli.options import (
     Json,
     Output,
     TraceFile,
-    parse_ranks,
     with_options,
 )
 from echograph.cli.output import (
@@ -40,7 +39,7 @@ from echograph.cli.output import (
 from echograph.errors import UsageError
 from echograph.frontend.pytorch.spec import ModelSizes
 from echograph.ir.graph import JobGraph
-from echograph.options import given, option_name
+from echograph.options import given, option_name, parse_ranks
 from echograph.units import format_bytes, format_time
 from echograph.workflow.find import SearchOptions
 from echograph.workflow.jobs import JobPlacement

@@ -11,7 +11,6 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from echograph.errors import UsageError
 from echograph.options import kinds, option_name
 from echograph.workflow.plan import Plan, read_plan
 
@@ -108,30 +107,3 @@ def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return "yes" if default else "no"
     return "" if default is None else str(default)
-
-
-def parse_ranks(option: str, text: str, most: int = 1_000_000) -> tuple[int, ...]:
-    """Ranks from "0,2,8-15", each once.
-
-    Args:
-        option: how it is called, for what is said of a wrong one.
-        text: the value given.
-        most: ranks that may be given.
-
-    Raises:
-        UsageError: it is no list of ranks, or too long a one.
-    """
-    found: dict[int, None] = {}
-    for part in text.split(","):
-        first, dash, last = (word.strip() for word in part.partition("-"))
-        if not _is_rank(first) or (dash and not _is_rank(last)):
-            raise UsageError(f"{option} {text[:40]}: give ranks with commas between them, as 0,17 or 0-7")
-        for rank in range(int(first), int(last or first) + 1):
-            found[rank] = None
-            if len(found) > most:
-                raise UsageError(f"{option}: over {most} ranks: give at most {most}")
-    return tuple(found)
-
-
-def _is_rank(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 10
