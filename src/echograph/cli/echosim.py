@@ -256,6 +256,7 @@ def sweep_command(
             journal_path=None if output is None else journal_of(output), where=where, say=say,
         )  # fmt: skip
     print_json(found.to_json()) if as_json else print_text(str(found))
+    print_notes(found.notes)
     if output is not None:
         write_table(output, found.rows)
         print_error(f"wrote {output} ({len(found.rows)} points, {found.known} of them known before)")

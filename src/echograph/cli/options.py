@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from echograph.errors import UsageError
 from echograph.options import kinds, option_name
 from echograph.workflow.plan import Plan, read_plan
 
@@ -31,7 +32,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command an option for each field of the dataclasses that it takes; a plan can come from a file.
 
     A parameter of a dataclass's type gets one, made of what is given; one that is
-    `Annotated[dict[str, Any], Dataclass]` gets only what is given, by the fields' names.
+    `Annotated[dict[str, Any], Dataclass]` gets only what is given, by the fields' names. An empty text is none: it
+    is mostly a variable of a shell that is not set.
     """
     return _WithOptions(command)
 
@@ -49,6 +51,8 @@ class _WithOptions:
             asked = {} if file is None or group is not Plan else read_plan(file)
             for f in fields(group):
                 value = values.pop(f.name)
+                if value == "" or (isinstance(value, list) and "" in value):
+                    raise UsageError(f"{option_name(f.name)}: is empty: give a value, or leave it out")
                 if value not in (None, (), []):
                     asked[f.name] = tuple(value) if isinstance(value, list) else value
             values[name] = group(**asked) if is_dataclass(self._hints[name]) else asked

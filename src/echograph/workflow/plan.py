@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -180,11 +180,11 @@ def _check_sizes(plan: Plan) -> None:
         value = getattr(plan, name)
         if value is not None and value < 1:
             raise UsageError(f"{option_name(name)} {value}: give 1 or more")
-    if plan.expert_imbalance < 1:
+    if not 1 <= plan.expert_imbalance < inf:
         raise UsageError(
             f"--expert-imbalance {plan.expert_imbalance:g}: the busiest rank has at least the mean, 1"
         )
-    if plan.capacity_factor is not None and not plan.capacity_factor > 0:
+    if plan.capacity_factor is not None and not 0 < plan.capacity_factor < inf:
         raise UsageError(f"--capacity-factor {plan.capacity_factor:g}: give more than 0")
     if plan.zero not in ZERO_STAGES:
         raise UsageError(f"--zero {plan.zero}: choose {', '.join(map(str, ZERO_STAGES))}")
@@ -727,6 +727,22 @@ def without_effect(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
         for name, (idle, why) in rules.items()
         if idle and name in plan.given
     )
+
+
+def idle_options(notes: Iterable[Iterable[str]], asked: Collection[str]) -> tuple[str, ...]:
+    """Of what `without_effect` says of several plans, what holds for all of them.
+
+    Args:
+        notes: of each plan; no more are taken once nothing holds for all.
+        asked: the fields that were asked for.
+    """
+    options, common = set(map(option_name, asked)), set[str]()
+    for number, lines in enumerate(notes):
+        said = {line for line in lines if line.partition(":")[0] in options}
+        common = common & said if number else said
+        if not common:
+            break
+    return tuple(sorted(common))
 
 
 def cluster_notes(cluster: Cluster, gpus: int) -> tuple[str, ...]:
