@@ -15,7 +15,7 @@ from echograph.progress import Progress, silent
 from echograph.units import parse_bytes
 from echograph.workflow.plan import Plan, idle_options, without_effect
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.system import System, SystemOptions
+from echograph.workflow.system import IDLE_HOST_WAITS, System, SystemOptions
 from echograph.workflow.training import Training, TrainingOptions
 from echograph.workflow.workers import HERE, WorkerOptions
 
@@ -187,10 +187,13 @@ def find_plans(
     if asked.top is not None:
         how["top"] = asked.top
     found = search(graph, base, system, scenario, **how)
+    notes = idle_options((without_effect(one.plan, system.cluster) for one in found.best), plan)
+    if "host_waits" in system.asked and found.best and all(one.plan.pp == 1 for one in found.best):
+        notes += (IDLE_HOST_WAITS,)
     return PlansFound(
         found=found,
         training=_training_of(found, graph, system, scenario, of_training),
-        notes=idle_options((without_effect(one.plan, system.cluster) for one in found.best), plan),
+        notes=notes,
     )
 
 

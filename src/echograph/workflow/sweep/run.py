@@ -20,7 +20,7 @@ from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.sweep.grid import GridAxis, SweepPoint, WrongPoint, points
 from echograph.workflow.sweep.store import ERROR, flat, journal, read_journal
-from echograph.workflow.system import System, SystemOptions
+from echograph.workflow.system import IDLE_HOST_WAITS, System, SystemOptions
 from echograph.workflow.workers import HERE, WorkerOptions, Workers, workers
 
 
@@ -187,6 +187,10 @@ def sweep(
     if not axes:
         raise UsageError("--over: say what varies, as --over gpus=8..1024:x2")
     asked = list(_asked(points(plan or Plan(), options or SystemOptions(), scenario or Scenario(), axes), graph))
+    predictable = [one.point for one in asked if one.point is not None]
+    notes = idle_options(_without_effect(predictable), (plan or Plan()).given)
+    if predictable and all(point.options.host_waits and point.plan.pp == 1 for point in predictable):
+        notes += (IDLE_HOST_WAITS,)
     answers = read_journal(journal_path) if journal_path is not None else {}
     known = sum(one.key in answers for one in asked)
     answers |= {one.key: {ERROR: one.wrong} for one in asked if one.wrong}
@@ -208,14 +212,14 @@ def sweep(
         predicted=done,
         known=known,
         ended=ended,
-        notes=idle_options(_without_effect(asked), (plan or Plan()).given),
+        notes=notes,
     )
 
 
-def _without_effect(asked: Iterable[_Asked]) -> Iterator[tuple[str, ...]]:
+def _without_effect(asked: Iterable[SweepPoint]) -> Iterator[tuple[str, ...]]:
     """The options of a plan that change nothing, of each point that has an answer."""
     clusters: dict[str, Cluster] = {}
-    for point in (one.point for one in asked if one.point is not None):
+    for point in asked:
         name = point.plan.cluster
         with suppress(EchoError):  # whose row says why
             clusters[name] = clusters.get(name) or load_cluster(name)
