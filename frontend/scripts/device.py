@@ -90,6 +90,11 @@ _REMEDIES = (
         r"Could not load this library|operator torch(vision|audio)::\w+ does not exist",
         "the package is built for another PyTorch: install its build for the one that is here, or take it away",
     ),
+    (
+        r"modified by an inplace operation",
+        "as on real ranks of today's PyTorch: an optimizer stepped, or a tensor was written, between a forward pass "
+        "and the backward pass that needs what was there; make that backward pass before, or the forward pass anew",
+    ),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
 _FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine")
