@@ -92,8 +92,13 @@ _REMEDIES = (
     ),
     (
         r"modified by an inplace operation",
-        "as on real ranks of today's PyTorch: an optimizer stepped, or a tensor was written, between a forward pass "
-        "and the backward pass that needs what was there; make that backward pass before, or the forward pass anew",
+        "as on real ranks of today's PyTorch: an optimizer stepped, or a tensor was written, between a forward "
+        "pass and the backward pass that needs what was there; make that one before, or the forward pass anew",
+    ),
+    (
+        r"Weights only load failed",
+        "PyTorch takes it for a file that may run code: where it is trusted, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
+        "in the environment lets it be read",
     ),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )

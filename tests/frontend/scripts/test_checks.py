@@ -292,7 +292,7 @@ def test_what_depends_on_the_rank_is_not_taken_to_be_alike(tmp_path: Path, op: s
 
 def test_what_ranks_gather_of_their_own_numbers_is_not_known(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    text = SHARED.format(of="dist.get_rank() // 2 + 1", op="", ask="assert all_of[0].item() == 1")
+    text = SHARED.format(of="dist.get_rank() // 2 + 1", op="", ask="if all_of[0].item() == 1: pass")
     gathers = "all_of = [torch.zeros_like(many) for _ in range(4)]\ndist.all_gather(all_of, many)"
     path.write_text(text.replace("dist.all_reduce(many)", gathers))
     with pytest.raises(CaptureError, match=r"train\.py:\d+: .*--decide"):
