@@ -1,4 +1,4 @@
-"""Which way a script goes where the other way raises: assertions, and branches that end in `raise`.
+"""Which way a script goes where the other way raises or prints: assertions, and branches that do no more.
 
 A script that trains goes on there, so what it asserts of values is taken to hold. Where exceptions are caught in
 place, it may go either way.
@@ -38,25 +38,32 @@ def _required(file: str) -> dict[_Span, bool]:
 
 
 class _Raising(ast.NodeVisitor):
-    """Finds conditions that raise when they are not met."""
+    """Finds conditions that raise or print when they are not met."""
 
     def __init__(self) -> None:
         self.required: dict[_Span, bool] = {}
+        self._caught = 0
 
     def visit_Assert(self, node: ast.Assert) -> None:
         """It raises unless its test is true."""
-        self._add(node, node.test, True)
+        if not self._caught:
+            self._add(node, node.test, True)
 
     def visit_If(self, node: ast.If) -> None:
-        """It raises if its test is true, where that is all that it does."""
+        """It raises or prints if its test is true, where that is all that it does."""
         plain = all(isinstance(part, ast.Expr | ast.Assign | ast.AugAssign) for part in node.body[:-1])
-        if plain and isinstance(node.body[-1], ast.Raise):
+        raises = plain and isinstance(node.body[-1], ast.Raise) and not self._caught
+        if raises or (all(map(_prints, node.body)) and not node.orelse):
             self._add(node, node.test, False)
         self.generic_visit(node)
 
     def visit_Try(self, node: ast.Try) -> None:
         """What is raised within may be caught."""
-        for part in (*(() if node.handlers else node.body), *node.handlers, *node.orelse, *node.finalbody):
+        self._caught += bool(node.handlers)
+        for within in node.body:
+            self.visit(within)
+        self._caught -= bool(node.handlers)
+        for part in (*node.handlers, *node.orelse, *node.finalbody):
             self.visit(part)
 
     def _add(self, statement: ast.stmt, test: ast.expr, wanted: bool) -> None:
@@ -65,6 +72,19 @@ class _Raising(ast.NodeVisitor):
         # Where a branch is said to be is up to the interpreter: at its part of the condition, or at the statement.
         if len(set(parts.values())) == 1:
             self.required[_span(statement)] = next(iter(parts.values()))
+
+
+_PRINTING = ("print", "debug", "info", "warn", "warning", "error", "critical", "exception")
+
+
+def _prints(statement: ast.stmt) -> bool:
+    """Whether a statement prints, or writes a line of a log, of what is there."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call):
+        return False
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    calls = (part for given in (*call.args, *call.keywords) for part in ast.walk(given))
+    return name in _PRINTING and not any(isinstance(part, ast.NamedExpr | ast.Await) for part in calls)
 
 
 def _parts(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:

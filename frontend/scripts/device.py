@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -171,7 +172,8 @@ def remedy(error: BaseException, script: Path) -> str:
     called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
     if known or not (called or isinstance(error, AttributeError | ImportError) or _raising(error)):
         return known
-    other = next(filter(None, (unmet(script, package) for package in (*_raising(error), ""))), "")
+    packages = (*_raising(error), *(_called(text) if called else ()), "")
+    other = next(filter(None, (unmet(script, package) for package in packages)), "")
     return f"{other}, {_OTHER_VERSION}" if other else ""
 
 
@@ -182,6 +184,16 @@ def _raising(error: BaseException) -> list[str]:
         return []
     within = [parts[parts.index("site-packages") + 1] for parts in frames if "site-packages" in parts]
     return list(dict.fromkeys(reversed(within)))
+
+
+def _called(text: str) -> list[str]:
+    """Packages that have what does not take its arguments: `mel() takes 0 positional arguments`, by its name."""
+    named = re.match(r"(\w+)(\.\w+)*\(\)", text)
+    if named is None:
+        return []
+    found = (getattr(module, "__dict__", {}).get(named[1]) for module in list(sys.modules.values()))
+    owners = dict.fromkeys(str(getattr(one, "__module__", "")).partition(".")[0] for one in found)
+    return [owner for owner in owners if owner not in ("", "torch")]  # which has copies of others' classes
 
 
 def _of_package(error: ImportError, name: str, script: Path) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections.abc
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping

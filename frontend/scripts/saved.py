@@ -5,14 +5,19 @@ Of a file of safetensors, which others wrote, shapes and types are read.
 
 from __future__ import annotations
 
+import builtins
 import copy
 import importlib
+import io
 import json
 import os
+import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +38,48 @@ class Saved:
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._kept: dict[str | bytes, Any] = {}
+        self._written: dict[Path, Path | None] = {}
 
-    def saving(self, original: Callable[..., Any]) -> Callable[..., None]:
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """In the context, scripts save here and load from here; files that would have held it are as they were."""
+        with ExitStack() as stack:
+            copies = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="echograph-saved-")))
+            stack.callback(self._put_back)
+            stack.enter_context(patched(torch, "save", self._saving))
+            stack.enter_context(patched(torch, "load", self._loading))
+            for owner in (builtins, io):
+                stack.enter_context(patched(owner, "open", partial(self._opening, copies)))
+            yield
+
+    def _opening(self, copies: Path, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`open` that copies a file before it is written anew: what is saved there is none of its values."""
+
+        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if "b" in mode and set(mode) & {"w", "x"} and isinstance(file, str | os.PathLike):
+                path = Path(os.fspath(file)).absolute()
+                if path not in self._written and (path.is_file() or not path.exists()):
+                    self._written[path] = kept = copies / str(len(self._written)) if path.exists() else None
+                    if kept is not None:
+                        shutil.copyfile(path, kept)
+            return original(file, mode, *args, **kwargs)
+
+        return opened
+
+    def _put_back(self) -> None:
+        """Files that hold nothing but what stands for a saved object are gone, or as they were before."""
+        for path, before in self._written.items():
+            stands = path.is_file() and (_mark(path) is not None or self._is_empty(path))
+            if stands and before is None:
+                path.unlink()
+            elif stands and before is not None:
+                shutil.copyfile(before, path)
+
+    def _is_empty(self, path: Path) -> bool:
+        """Whether a file was opened to save something there, which is kept here."""
+        return str(path) in self._kept and not path.stat().st_size
+
+    def _saving(self, original: Callable[..., Any]) -> Callable[..., None]:
         """`torch.save` that keeps what it is given; into a stream without a name it writes what stands for it."""
         del original
 
@@ -49,7 +94,7 @@ class Saved:
 
         return save
 
-    def loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`torch.load` that gives a copy of what the run saved there, and reads all other files."""
 
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:

@@ -128,11 +128,13 @@ def _decided(where: str, what: str) -> bool:
 
 
 def _going_on() -> bool | None:
-    """What is true where whoever asks would raise otherwise; None where nobody would."""
+    """What is true where whoever asks would raise or print otherwise; None where nobody would."""
     frame = None if _PRINTED.get() else _asking()
     required = None if frame is None else holds(frame)
     if required is not None:
-        _NOTE.get(_nobody)(f"{asked()} raises unless values are as it asks: they are taken to be")
+        _NOTE.get(_nobody)(
+            f"{asked()} raises or prints by values, which a capture does not have: it is taken to do neither"
+        )
     return required
 
 

@@ -337,6 +337,11 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
         ),
         ("torch==1.0.0", "torch.nn.Linear(1, 1, of=3)", "requirements.txt asks for torch==1.0.0, and"),
         (
+            "torch==1.0.0\npackaging==1.0",
+            "__import__('packaging.version').version.Version()",
+            "requirements.txt asks for packaging==1.0, and",
+        ),
+        (
             "torch>=2.0,<9\nnumpy>=1.0\nno_such_package==1",
             "torch.nn.Linear(1, 1)._handles",
             "the script raised it",
