@@ -165,6 +165,8 @@ def remedy(error: BaseException, script: Path) -> str:
     text = str(error)
     if isinstance(error, ImportError) and error.name:
         return _of_package(error, error.name, script)
+    if isinstance(error, ImportError) and re.search(r"requires|install", text):
+        return "install what it names beside echograph"
     known = next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
     if known is _DOWNLOAD:
         made = option_for(error)

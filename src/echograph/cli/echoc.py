@@ -283,11 +283,11 @@ def capture_command(
     chosen = () if ranks == "roles" else parse_ranks("--ranks", ranks)
     files.check_writable(output)
     require_torch("capturing scripts")
-    from echograph.workflow.capture import capture_script_file, parse_decision, parse_fakes
+    from echograph.workflow.capture import capture_script_file, parse_decisions, parse_fakes
 
     captured = capture_script_file(
         script, framework, arguments or (), world_size=world_size, local_size=local_size,
-        gpus=device == "cuda", decided=dict(map(parse_decision, decide or ())), ranks=chosen, step=step,
+        gpus=device == "cuda", decided=parse_decisions(decide or ()), ranks=chosen, step=step,
         whole=whole, config=config, measure_host=measure_host, showing=lambda: progress("starting"), module=module,
         strict=strict, quiet=as_json, fake_data=parse_fakes(fake_data or ()),
         fake_weights=parse_fakes(fake_weights or ()), timeout_s=timeout,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from echograph.errors import CaptureError
+from echograph.frontend.scripts.process import CaptureProcess
 from echograph.frontend.scripts.run import Script, run_script
 from echograph.frontend.scripts.saved import _MARK
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
@@ -110,3 +111,17 @@ def test_files_that_were_there_are_as_they_were(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(CaptureError):
         run_script(Script(path=path), World(), TorchAdapter())
     assert not list(tmp_path.glob("other*"))
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "os.execv('/bin/true', ['true'])"])
+def test_of_a_script_that_ends_its_process_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text("import os\n" + WRITTEN.format(name="last.pt").partition("optimizer")[0] + end + "\n")
+    (tmp_path / "last.pt").write_bytes(b"a day's training")
+    with CaptureProcess(Script(path=path), World(), TorchAdapter()) as running, pytest.raises(CaptureError):
+        running.result()
+    assert (tmp_path / "last.pt").read_bytes() == b"a day's training"
+    assert not (tmp_path / "last.pt.2").exists()
