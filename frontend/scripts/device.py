@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -90,6 +91,16 @@ _REMEDIES = (
         r"Could not load this library|operator torch(vision|audio)::\w+ does not exist",
         "the package is built for another PyTorch: install its build for the one that is here, or take it away",
     ),
+    (
+        r"modified by an inplace operation",
+        "as on real ranks of today's PyTorch: an optimizer stepped, or a tensor was written, between a forward "
+        "pass and the backward pass that needs what was there; make that one before, or the forward pass anew",
+    ),
+    (
+        r"Weights only load failed",
+        "PyTorch takes it for a file that may run code: where it is trusted, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
+        "in the environment lets it be read",
+    ),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
 _FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine")
@@ -154,6 +165,8 @@ def remedy(error: BaseException, script: Path) -> str:
     text = str(error)
     if isinstance(error, ImportError) and error.name:
         return _of_package(error, error.name, script)
+    if isinstance(error, ImportError) and re.search(r"requires|install(?!ed)", text):
+        return "install what it names beside echograph"
     known = next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
     if known is _DOWNLOAD:
         made = option_for(error)
@@ -161,7 +174,8 @@ def remedy(error: BaseException, script: Path) -> str:
     called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
     if known or not (called or isinstance(error, AttributeError | ImportError) or _raising(error)):
         return known
-    other = next(filter(None, (unmet(script, package) for package in (*_raising(error), ""))), "")
+    packages = (*_raising(error), *(_called(text) if called else ()), "")
+    other = next(filter(None, (unmet(script, package) for package in packages)), "")
     return f"{other}, {_OTHER_VERSION}" if other else ""
 
 
@@ -172,6 +186,16 @@ def _raising(error: BaseException) -> list[str]:
         return []
     within = [parts[parts.index("site-packages") + 1] for parts in frames if "site-packages" in parts]
     return list(dict.fromkeys(reversed(within)))
+
+
+def _called(text: str) -> list[str]:
+    """Packages that have what does not take its arguments: `mel() takes 0 positional arguments`, by its name."""
+    named = re.match(r"(\w+)(\.\w+)*\(\)", text)
+    if named is None:
+        return []
+    found = (getattr(module, "__dict__", {}).get(named[1]) for module in list(sys.modules.values()))
+    owners = dict.fromkeys(str(getattr(one, "__module__", "")).partition(".")[0] for one in found)
+    return [owner for owner in owners if owner not in ("", "torch")]  # which has copies of others' classes
 
 
 def _of_package(error: ImportError, name: str, script: Path) -> str:

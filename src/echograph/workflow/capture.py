@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class CaptureOptions:
     @property
     def decided(self) -> dict[str, bool | int]:
         """Which way the script goes at lines, or how many elements it finds there."""
-        return dict(map(parse_decision, self.decide))
+        return parse_decisions(self.decide)
 
     @property
     def chosen_ranks(self) -> tuple[int, ...]:
@@ -94,7 +95,7 @@ class CaptureOptions:
         return Fakes(
             data={name: None if file is None else _there(name, file) for name, file in data.items()},
             weights={name: _configuration(name, model) for name, model in weights.items() if not _is_file(name)},
-            files=frozenset(filter(_is_file, weights)),
+            files=frozenset(_alone(name, model) for name, model in weights.items() if _is_file(name)),
         )
 
 
@@ -251,7 +252,20 @@ def _is_file(name: str) -> bool:
     return name.endswith((".pth", ".pt"))
 
 
+def _alone(name: str, model: str | Path | None) -> str:
+    if model is not None:
+        raise UsageError(
+            f"--fake-weights {name}={model}: a file has the shapes of the model that takes it: give its name alone"
+        )
+    return name
+
+
+_ROWS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+
+
 def _there(name: str, file: str | Path) -> Path:
+    if Path(file).suffix not in _ROWS:
+        raise InputError(f"--fake-data {name}={file}: give a file of rows ({', '.join(_ROWS)})")
     if not Path(file).is_file():
         raise InputError(
             f"--fake-data {name}={file}: no such file: give one of rows (.jsonl, .csv, .parquet, .txt)"
@@ -265,6 +279,11 @@ def _configuration(name: str, model: str | Path | None) -> Mapping[str, Any]:
     from echograph.models.build import OWN
 
     given = name if model is None else model
+    if model is not None and os.sep in str(model) and not Path(given).is_dir():
+        raise InputError(
+            f"--fake-weights {name}={model}: no such folder: give one with the model's config.json, or a model of "
+            "the zoo"
+        )
     entry = from_config(Path(given)) if Path(given).is_dir() else get_model(str(given))
     if entry.architecture in OWN:
         raise UsageError(
@@ -274,9 +293,36 @@ def _configuration(name: str, model: str | Path | None) -> Mapping[str, Any]:
 
 
 def parse_fakes(texts: Sequence[str]) -> dict[str, str | None]:
-    """What is made in place of a download, from "NAME" or "NAME=WHAT"."""
-    parts = (text.partition("=") for text in texts)
-    return {name: what or None for name, _, what in parts}
+    """What is made in place of a download, from "NAME" or "NAME=WHAT".
+
+    Raises:
+        UsageError: there is no name, nothing behind "=", or another thing is said of the same name.
+    """
+    found: dict[str, str | None] = {}
+    for text in texts:
+        name, says, what = text.partition("=")
+        if not name or (says and not what):
+            raise UsageError(f"--fake-data or --fake-weights '{text}': give NAME or NAME=WHAT")
+        _say(found, name, what or None, text)
+    return found
+
+
+def parse_decisions(texts: Sequence[str]) -> dict[str, bool | int]:
+    """All that `parse_decision` takes.
+
+    Raises:
+        UsageError: one says something else, or two differ of the same line.
+    """
+    found: dict[str, bool | int] = {}
+    for text in texts:
+        _say(found, *parse_decision(text), text)
+    return found
+
+
+def _say(found: dict[str, Any], name: str, what: Any, text: str) -> None:
+    if name in found and (type(found[name]), found[name]) != (type(what), what):  # yes is not 1
+        raise UsageError(f"{text}: something else was said of {name} before: say it once")
+    found[name] = what
 
 
 def parse_decision(text: str) -> tuple[str, bool | int]:
