@@ -34,13 +34,16 @@ class AdaptedLinear(nn.Module):
         return nn.functional.linear(input, self.weight, self.bias) + added
 
 
-def add_adapters(module: nn.Module, rank: int, targets: Collection[str]) -> None:
+def add_adapters(module: nn.Module, rank: int, targets: Collection[str]) -> list[str]:
     """Freezes a module and puts adapters beside its linear layers.
 
     Args:
         module: changed in place.
         rank: of the adapters.
         targets: the last names of the layers that get one.
+
+    Returns:
+        The names that no linear layer has.
 
     Raises:
         UsageError: no linear layer has one of these names.
@@ -59,3 +62,4 @@ def add_adapters(module: nn.Module, rank: int, targets: Collection[str]) -> None
     module.requires_grad_(False)
     for parent, name, child in found:
         setattr(parent, name, AdaptedLinear(child, rank))
+    return sorted({*targets} - {name for _, name, _ in found})

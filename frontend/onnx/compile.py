@@ -146,7 +146,7 @@ def compile_onnx(
 
     Args:
         model: what a file holds.
-        spec: the step; only its dtype counts without training. It stands for the type of most of the weights.
+        spec: the step; only its dtype counts without training, and stands for the type of most of the weights.
         train: a training step; False: the forward pass alone, as in inference.
         loss: what is trained on (`loss.choose_loss`).
         branch: "then" or "else", what an `If` takes where data decide; "" refuses it.
@@ -196,6 +196,8 @@ def _notes(module: OnnxModule) -> Iterator[str]:
             "integers are those of the step's type, between conversions"
         )
     yield from module.notes
+    if module.branch and not module.notes:
+        yield "--branch: has no effect here: no If has a condition that depends on data"
 
 
 def _forward(module: OnnxModule, inputs: Mapping[str, Tensor], spec: StepSpec, mode: FakeTensorMode) -> StepGraph:

@@ -154,8 +154,8 @@ class GraphLowering:
         elif is_getitem(node):
             source, index = node.args
             self._tensors[node] = self.results[source][index]  # type: ignore[index]
-        elif is_allocation(node):
-            self._tensors[node] = None
+        elif is_allocation(node) or (is_view(node) and not node.all_input_nodes):
+            self._tensors[node] = None  # no memory yet, or none at all: a number's conjugate, say
         elif is_multi_tensor(node):
             self._multi_tensor(node)
         else:

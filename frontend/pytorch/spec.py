@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from echograph.errors import UsageError
-from echograph.options import option
+from echograph.options import given, option
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class StepSpec:
         kernels: whose kernels composite operators become: "cuda" or "cpu".
 
     Raises:
-        UsageError: a field is no choice of its own, or a norm or a rank is not above 0.
+        UsageError: a field is no choice of its own, lacks another, or a norm or a rank is not above 0.
     """
 
     dtype: StepDType = option("bf16", "bf16, fp16 or fp32.", "bf16; the file's for ONNX")
@@ -86,6 +86,13 @@ class StepSpec:
             raise UsageError(f"--mtp-num-layers {self.mtp_num_layers}: give 0 to {MOST_FURTHER}")
         if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < float("inf"):
             raise UsageError(f"clip_grad_norm {self.clip_grad_norm}: give a norm above 0, or leave it out")
+        asked = given(self)
+        if "lora_targets" in asked and self.lora_rank is None:
+            raise UsageError("--lora-targets: says which layers get adapters: give --lora-rank as well")
+        if self.mtp_use_repeated_layer and not self.mtp_num_layers:
+            raise UsageError("--mtp-use-repeated-layer: is of further tokens: give --mtp-num-layers as well")
+        if self.master_weights and self.dtype == "fp32":
+            raise UsageError("--master-weights: are copies of 16-bit parameters, and these are fp32: leave it out")
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -91,6 +92,16 @@ _REMEDIES = (
         r"Could not load this library|operator torch(vision|audio)::\w+ does not exist",
         "the package is built for another PyTorch: install its build for the one that is here, or take it away",
     ),
+    (
+        r"modified by an inplace operation",
+        "as on real ranks of today's PyTorch: an optimizer stepped, or a tensor was written, between a forward "
+        "pass and the backward pass that needs what was there; make that one before, or the forward pass anew",
+    ),
+    (
+        r"Weights only load failed",
+        "PyTorch takes it for a file that may run code: where it is trusted, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
+        "in the environment lets it be read",
+    ),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
 _FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine")
@@ -155,6 +166,8 @@ def remedy(error: BaseException, script: Path) -> str:
     text = str(error)
     if isinstance(error, ImportError) and error.name:
         return _of_package(error, error.name, script)
+    if isinstance(error, ImportError) and re.search(r"requires|install(?!ed)", text):
+        return "install what it names beside echograph"
     known = next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
     if known is _DOWNLOAD:
         made = option_for(error)
@@ -162,7 +175,8 @@ def remedy(error: BaseException, script: Path) -> str:
     called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
     if known or not (called or isinstance(error, AttributeError | ImportError) or _raising(error)):
         return known
-    other = next(filter(None, (unmet(script, package) for package in (*_raising(error), ""))), "")
+    packages = (*_raising(error), *(_called(text) if called else ()), "")
+    other = next(filter(None, (unmet(script, package) for package in packages)), "")
     return f"{other}, {_OTHER_VERSION}" if other else ""
 
 
@@ -173,6 +187,16 @@ def _raising(error: BaseException) -> list[str]:
         return []
     within = [parts[parts.index("site-packages") + 1] for parts in frames if "site-packages" in parts]
     return list(dict.fromkeys(reversed(within)))
+
+
+def _called(text: str) -> list[str]:
+    """Packages that have what does not take its arguments: `mel() takes 0 positional arguments`, by its name."""
+    named = re.match(r"(\w+)(\.\w+)*\(\)", text)
+    if named is None:
+        return []
+    found = (getattr(module, "__dict__", {}).get(named[1]) for module in list(sys.modules.values()))
+    owners = dict.fromkeys(str(getattr(one, "__module__", "")).partition(".")[0] for one in found)
+    return [owner for owner in owners if owner not in ("", "torch")]  # which has copies of others' classes
 
 
 def _of_package(error: ImportError, name: str, script: Path) -> str:
@@ -393,58 +417,29 @@ class OnTheDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         known = known_values.read(func, args, kwargs)
         if known is not None:
-            line = values.caller() if known_values.rest_on_ranks(args) else None
-            if line is not None:
-                self._note(
-                    f"{line} reads what ranks told each other: all are taken to have told what this one did"
-                )
-                if not args[0].is_floating_point():
-                    self._rested.append(line)
+            self._tell_of_ranks(args)
             return known[0]
-        question = QUESTIONS.get(func)
-        if question is not None and isinstance(args[0], FakeTensor):
-            return question(self._note, *args)
-        if func is Tensor.data_ptr and isinstance(args[0], FakeTensor):
-            return _address(args[0])
-        if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor) and args[0].is_leaf:
-            return _copied(*args)
-        if func is Tensor.__deepcopy__ and type(args[0]) is Tensor:
-            with _disable_current_modes():  # one that was made beside the fake ones has its values
-                return copy.deepcopy(*args)
-        if func in PLACES:
-            return PLACES[func](*args)
-        if func is Tensor.pin_memory:
-            return args[0]
-        if func is torch.device and self._gpus and args and type(args[0]) is int:
-            return torch.device("cuda", args[0])
-        if func is Tensor.is_pinned:
-            return False
-        if kwargs.get("pin_memory"):
-            kwargs = kwargs | {"pin_memory": False}
-        if func is Tensor.__setitem__ and isinstance(args[2], Tensor) and args[2].requires_grad:
-            args = known_values.placed(args)
-        if func is torch.tensor and args and isinstance(args[0], list | tuple):
-            args = (known_values.plain(args[0]), *args[1:])
-        if func is Tensor.type and len(args) > 1 and args[1] in OLD_TYPES.values():
-            return self._moved(Tensor.to, (args[0], args[1].dtype), {}, True)
-        if func is Tensor.type:
-            return _type_of(func, args, kwargs)
-        if func is Tensor.cuda:
-            return self._moved(lambda tensor: tensor, args[:1], {}, True)
-        if func is Tensor.to:
-            target = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
-            if isinstance(target, Tensor):
-                return self._moved(func, args, kwargs, on_gpu(target))
-            if isinstance(target, str | int | torch.device) and not isinstance(target, bool):
-                args, kwargs = _to_the_cpu(args, kwargs)
-                return self._moved(func, args, kwargs, is_gpu(target))
-        if isinstance(kwargs.get("device"), str | torch.device) and str(kwargs["device"]).startswith("cpu:"):
-            kwargs = kwargs | {"device": _CPU}
+        answer = _ANSWERS.get(func)
+        if answer is not None and (given := answer(self, func, args, kwargs)) is not NotImplemented:
+            return given
+        args, kwargs = _on_the_host(func, args, kwargs)
         if "device" in kwargs and is_gpu(kwargs["device"]):
             kwargs = kwargs | {"device": _CPU}
             made = self._on_gpu(func, args, kwargs)
             known_values.follow_made(func, args, kwargs, made)
             return moved(args[0], made, True) if args and made is args[0] else _marked(made)
+        return self._followed(func, args, kwargs)
+
+    def _tell_of_ranks(self, args: Any) -> None:
+        """Notes the line that reads what ranks told each other."""
+        line = values.caller() if known_values.rest_on_ranks(args) else None
+        if line is not None:
+            self._note(f"{line} reads what ranks told each other: all are taken to have told what this one did")
+            if not args[0].is_floating_point():
+                self._rested.append(line)
+
+    def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a function makes, with what is known of its values."""
         try:
             out = self._run(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -481,6 +476,30 @@ class OnTheDevice(TorchFunctionMode):
         if not self._gpus:
             raise CaptureError(f"this {NO_GPU}")
         return self._run(func, args, kwargs)
+
+    def _question(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return QUESTIONS[func](self._note, *args) if isinstance(args[0], FakeTensor) else NotImplemented
+
+    def _device(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A number alone is a GPU's."""
+        return torch.device("cuda", args[0]) if self._gpus and args and type(args[0]) is int else NotImplemented
+
+    def _type(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if len(args) > 1 and args[1] in OLD_TYPES.values():
+            return self._moved(Tensor.to, (args[0], args[1].dtype), {}, True)
+        return _type_of(func, args, kwargs)
+
+    def _cuda(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._moved(lambda tensor: tensor, args[:1], {}, True)
+
+    def _to(self, func: Any, args: Any, kwargs: Any) -> Any:
+        target = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
+        if isinstance(target, Tensor):
+            return self._moved(func, args, kwargs, on_gpu(target))
+        if isinstance(target, str | int | torch.device) and not isinstance(target, bool):
+            args, kwargs = _to_the_cpu(args, kwargs)
+            return self._moved(func, args, kwargs, is_gpu(target))
+        return NotImplemented
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Goes on with what was asked."""
@@ -575,6 +594,19 @@ PLACES: dict[Any, Callable[..., Any]] = {
 """What asks where a tensor is, or changes it."""
 
 
+def _on_the_host(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments as fake tensors in the host's one memory take them, which nothing pins."""
+    if kwargs.get("pin_memory"):
+        kwargs = kwargs | {"pin_memory": False}
+    if func is Tensor.__setitem__ and isinstance(args[2], Tensor) and args[2].requires_grad:
+        args = known_values.placed(args)
+    if func is torch.tensor and args and isinstance(args[0], list | tuple):
+        args = (known_values.plain(args[0]), *args[1:])
+    if isinstance(kwargs.get("device"), str | torch.device) and str(kwargs["device"]).startswith("cpu:"):
+        kwargs = kwargs | {"device": _CPU}
+    return args, kwargs
+
+
 def _address(tensor: FakeTensor) -> int:
     """A number that tells the memory of fake tensors apart, as FSDP does; 0 for memory that was given back."""
     storage = tensor.untyped_storage()
@@ -605,6 +637,32 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
         args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
     made = func(*args, **kwargs)
     return made.replace("torch.", "torch.cuda.") if isinstance(made, str) and on_gpu(args[0]) else made
+
+
+def _deepcopy(mode: OnTheDevice, func: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[0], FakeTensor) and args[0].is_leaf:
+        return _copied(*args)
+    if type(args[0]) is Tensor:
+        with _disable_current_modes():  # one that was made beside the fake ones has its values
+            return copy.deepcopy(*args)
+    return NotImplemented
+
+
+_ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
+    **dict.fromkeys(QUESTIONS, OnTheDevice._question),
+    **dict.fromkeys(PLACES, lambda mode, func, args, kwargs: PLACES[func](*args)),
+    Tensor.data_ptr: lambda mode, func, args, kwargs: (
+        _address(args[0]) if isinstance(args[0], FakeTensor) else NotImplemented
+    ),
+    Tensor.__deepcopy__: _deepcopy,
+    Tensor.pin_memory: lambda mode, func, args, kwargs: args[0],
+    Tensor.is_pinned: lambda mode, func, args, kwargs: False,
+    torch.device: OnTheDevice._device,
+    Tensor.type: OnTheDevice._type,
+    Tensor.cuda: OnTheDevice._cuda,
+    Tensor.to: OnTheDevice._to,
+}
+"""What PyTorch is not asked, by the function that is called; NotImplemented: it is asked, of such arguments."""
 
 
 @contextmanager

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from echograph.errors import MissingExtraError, UnknownNameError
+from echograph.errors import MissingExtraError, UnknownNameError, UsageError
 from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.values import NoteTaker
 
@@ -59,11 +59,14 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
         note: is told what was made.
 
     Raises:
+        UsageError: rows are given of what is made as published.
         UnknownNameError: nothing is known of a data set; names those of which something is.
         MissingExtraError: a package is not installed that such data are of.
     """
     with ExitStack() as stack:
         for name, file in fakes.data.items():
+            if file is not None and name in (*_IMAGES, *_WORDS_OF):
+                raise UsageError(f"--fake-data {name}={file}: it is made as published: give its name alone")
             if file is None and name in _IMAGES:
                 kind = getattr(_package("torchvision.datasets"), name)
                 stack.enter_context(replaced(kind, "__init__", _images(name, note)))

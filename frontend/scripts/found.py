@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from echograph.errors import CaptureError
 
 _COUNT: ContextVar[int | None] = ContextVar("count", default=None)
 
@@ -34,12 +37,35 @@ def found(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func: an operator of `torch.ops`.
         args: its arguments.
         kwargs: those by name.
+
+    Raises:
+        CaptureError: it cannot find so many.
     """
     count = _COUNT.get()
-    if count is None:
-        return None
     rule = _RULES.get(str(func))
-    return None if rule is None else rule(count, func, *args, **kwargs)
+    if count is None or rule is None:
+        return None
+    most = _most(str(func), args, kwargs)
+    if most is not None and count > most:
+        raise CaptureError(
+            f"--decide says that '{str(func).split('.')[1]}' finds {count:,}, of {most:,}: say fewer"
+        )
+    return rule(count, func, *args, **kwargs)
+
+
+def _most(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """How many elements an operator finds at most; None where nothing bounds them."""
+    if operator == "aten.repeat_interleave.Tensor":
+        return None
+    if operator == "aten.masked_select.default":
+        return prod(torch.broadcast_shapes(args[0].shape, args[1].shape))  # type: ignore[no-untyped-call]
+    if operator == "aten.index.Tensor":
+        return next((i.numel() for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)), None)
+    dim = kwargs.get("dim", args[1] if operator == "aten.unique_dim.default" else None)
+    if operator == "torchvision.nms.default":
+        dim = 0
+    size: int = args[0].numel() if dim is None else args[0].shape[dim]
+    return size
 
 
 def _positions(count: int, _: Any, given: Tensor) -> Tensor:

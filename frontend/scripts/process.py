@@ -26,6 +26,7 @@ from typing import Any
 
 from echograph import errors
 from echograph.errors import CaptureError, EchoError
+from echograph.frontend.scripts import saved
 from echograph.frontend.scripts.adapter import Adapter
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
@@ -90,6 +91,9 @@ class CaptureProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child, signal.SIGKILL)
             os.waitpid(self._child, 0)
+        for files in self._folder.glob("echograph-saved-*"):  # of a script that ended its process
+            with contextlib.suppress(OSError):
+                saved.put_back(files)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def result(self, say: Progress = silent) -> Imported:
@@ -151,6 +155,7 @@ class CaptureProcess:
                 os.write(said, f"{json.dumps([stage, done, total])}\n".encode())  # a name may hold a newline
 
         leave = os._exit
+        saved.keep_in(self._folder)
         try:
             atexit._clear()  # what the caller registered is the caller's to do
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

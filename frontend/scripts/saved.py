@@ -5,14 +5,20 @@ Of a file of safetensors, which others wrote, shapes and types are read.
 
 from __future__ import annotations
 
+import builtins
 import copy
 import importlib
+import io
 import json
 import os
+import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +40,19 @@ class Saved:
         self._note = note
         self._kept: dict[str | bytes, Any] = {}
 
-    def saving(self, original: Callable[..., Any]) -> Callable[..., None]:
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """In the context, scripts save here and load from here; files that would have held it are as they were."""
+        with ExitStack() as stack:
+            files = Overwritten(Path(tempfile.mkdtemp(prefix="echograph-saved-", dir=_FOLDER.get())))
+            stack.callback(put_back, files.folder)
+            stack.enter_context(patched(torch, "save", partial(self._saving, files)))
+            stack.enter_context(patched(torch, "load", self._loading))
+            for owner in (builtins, io):
+                stack.enter_context(patched(owner, "open", files.opening))
+            yield
+
+    def _saving(self, files: Overwritten, original: Callable[..., Any]) -> Callable[..., None]:
         """`torch.save` that keeps what it is given; into a stream without a name it writes what stands for it."""
         del original
 
@@ -42,6 +60,7 @@ class Saved:
             self._note("torch.save writes nothing: there are no values to save")
             if (name := _file(f)) is not None:
                 self._kept[name] = obj
+                files.saved(name)
             elif hasattr(f, "write"):  # what it writes stands for it, wherever the script takes that
                 mark = _MARK + uuid.uuid4().hex.encode()
                 self._kept[mark] = obj
@@ -49,7 +68,7 @@ class Saved:
 
         return save
 
-    def loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`torch.load` that gives a copy of what the run saved there, and reads all other files."""
 
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,6 +87,70 @@ class Saved:
                 return self._kept[name]
 
         return load
+
+
+_FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
+_PATH, _COPY, _SAVED = "path", "copy", "saved"
+
+
+def keep_in(folder: Path) -> None:
+    """From here on, what scripts overwrite is kept in a folder, by which others can `put_back`, too."""
+    _FOLDER.set(folder)
+
+
+class Overwritten:
+    """Files that a script writes anew, as they were before; on the disk, for scripts that end their process.
+
+    Args:
+        folder: where they are kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[str, Path] = {}
+
+    def opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`open` that keeps a file before its bytes are written anew: what is saved there has no values."""
+
+        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if "b" in mode and set(mode) & {"w", "x"} and isinstance(file, str | os.PathLike):
+                self._keep(Path(os.fspath(file)).absolute(), original)
+            return original(file, mode, *args, **kwargs)
+
+        return opened
+
+    def _keep(self, path: Path, opening: Callable[..., Any]) -> None:
+        if str(path) in self._known or self.folder in path.parents or (path.exists() and not path.is_file()):
+            return
+        self._known[str(path)] = kept = self.folder / str(len(self._known))
+        kept.mkdir()
+        with opening(kept / _PATH, "w") as named:
+            named.write(str(path))
+        if path.exists():
+            # What cannot be read is not kept; the script may write it nevertheless.
+            with suppress(OSError), opening(path, "rb") as before, opening(kept / _COPY, "wb") as copied:
+                shutil.copyfileobj(before, copied)
+
+    def saved(self, name: str) -> None:
+        """A script saves there, and nothing is written."""
+        if name in self._known:
+            (self._known[name] / _SAVED).touch()
+
+
+def put_back(folder: Path) -> None:
+    """Files that hold nothing but what stands for a saved object are gone, or as they were before.
+
+    Args:
+        folder: of an `Overwritten`; it is gone after that.
+    """
+    for kept in folder.iterdir():
+        path = Path((kept / _PATH).read_text())
+        if path.is_file() and (_mark(path) is not None or ((kept / _SAVED).exists() and not path.stat().st_size)):
+            if (kept / _COPY).exists():
+                shutil.copyfile(kept / _COPY, path)
+            else:
+                path.unlink()
+    shutil.rmtree(folder)
 
 
 _MARK = b"echograph keeps what was saved: "

@@ -177,9 +177,7 @@ class TorchAdapter(Adapter):
                 enter(patched(owner, "batch_isend_irecv", batched))
             # It draws until all values are within bounds, which without values is for ever.
             enter(patched(torch.nn.init, "_no_grad_trunc_normal_", lambda _: lambda tensor, *_, **__: tensor))
-            saved = Saved(recorder.note)
-            enter(patched(torch, "save", saved.saving))
-            enter(patched(torch, "load", saved.loading))
+            enter(Saved(recorder.note).installed())
             if importlib.util.find_spec("safetensors") is not None:
                 enter(headers_alone())
             for name, hooks in _LATER.items():

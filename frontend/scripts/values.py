@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.known_values import forget, is_in_place, is_known, is_small, know, real
 from echograph.frontend.scripts.adapter import patched, replaced
+from echograph.frontend.scripts.assertions import holds
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
@@ -76,8 +77,12 @@ def answer(tensor: Tensor, note: NoteTaker) -> Any:
     return StandInNumber(1.0) if tensor.is_floating_point() else StandInInteger(1)
 
 
+def _nobody(_: str) -> None:
+    """Takes no notes."""
+
+
 @contextmanager
-def deciding(lines: Mapping[str, bool | int], note: NoteTaker = lambda _: None) -> Iterator[None]:
+def deciding(lines: Mapping[str, bool | int], note: NoteTaker = _nobody) -> Iterator[None]:
     """In the context, a script goes the way that was chosen where values decide: `file.py:line` -> which.
 
     Where they decide how many elements an operator finds, that is. One of `file.py` is of all its lines that
@@ -106,18 +111,31 @@ def printed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _decided(where: str, what: str) -> bool:
-    """Which way the script goes at a line.
+    """Which way the script goes at a line: as the user said, else as it goes on (`assertions`).
 
     Raises:
-        CaptureError: nobody said.
+        CaptureError: nobody said, and it goes on either way.
     """
     chosen = _chosen(where)
     if not isinstance(chosen, bool):
+        chosen = _going_on()
+    if chosen is None:
         raise CaptureError(
             f"{where}: {what} decides what the script does, and a capture has no values: decide on steps or "
             f"settings instead, or say which way it goes by --decide {where}=yes (or =no)"
         )
     return chosen
+
+
+def _going_on() -> bool | None:
+    """What is true where whoever asks would raise or print otherwise; None where nobody would."""
+    frame = None if _PRINTED.get() else _asking()
+    required = None if frame is None else holds(frame)
+    if required is not None:
+        _NOTE.get(_nobody)(
+            f"{asked()} raises or prints by values, which a capture does not have: it is taken to do neither"
+        )
+    return required
 
 
 def _chosen(where: str) -> bool | int | None:
@@ -149,14 +167,21 @@ def caller() -> str | None:
 
     None, too, of what only prints.
     """
-    if _PRINTED.get():
+    frame = None if _PRINTED.get() else _asking()
+    if frame is None:
         return None
+    name = frame.f_code.co_filename
+    library = name.startswith(_TORCH) or "site-packages" in name
+    return None if library else f"{Path(name).name}:{frame.f_lineno}"
+
+
+def _asking() -> FrameType | None:
+    """The innermost code that asks a tensor: neither of here, nor PyTorch's way to it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith((_OWN, "<")) and not name.endswith(_THROUGH):
-            library = name.startswith(_TORCH) or "site-packages" in name
-            return None if library else f"{Path(name).name}:{frame.f_lineno}"
+            return frame
         frame = frame.f_back
     return None
 
@@ -192,7 +217,9 @@ class StandInInteger(int):
 
     def __bool__(self) -> bool:
         where = caller()
-        return True if where is None else _decided(where, "whether a tensor's value is true")
+        if where is None:
+            return _going_on() is not False
+        return _decided(where, "whether a tensor's value is true")
 
 
 def _arithmetic(kind: type, name: str) -> Any:
@@ -215,9 +242,12 @@ def _compare(kind: type, name: str) -> Any:
         if _PRINTED.get():
             return plain(self, other)
         if where is None and kind is StandInNumber:
-            note = _NOTE.get(None)
-            if note is not None:
-                note(f"{asked()} compares a tensor's value, which a capture does not have: 1 stands for it")
+            required = _going_on()
+            if required is not None:
+                return required
+            _NOTE.get(_nobody)(
+                f"{asked()} compares a tensor's value, which a capture does not have: 1 stands for it"
+            )
             return plain(self, other)
         return _decided(where or asked(), "a comparison with a tensor's value")
 
@@ -261,8 +291,11 @@ def _array(note: NoteTaker, tensor: Tensor, *_: Any, **__: Any) -> Any:
 
 def _true(note: NoteTaker, tensor: Tensor) -> bool:
     where = caller()
-    if where is None or hasattr(tensor, _FINITE):
+    if hasattr(tensor, _FINITE):
         return bool(answer(tensor, note))
+    if where is None:
+        required = None if is_known(tensor) else _going_on()
+        return bool(answer(tensor, note)) if required is None else required
     return _decided(where, "whether a tensor is true")
 
 
@@ -291,6 +324,14 @@ _PASSING = (
     Tensor.__getitem__, Tensor.view, Tensor.reshape, Tensor.flatten,
 )  # fmt: skip
 _NOT = (Tensor.__invert__, torch.logical_not, Tensor.logical_not)
+_EITHER = (torch.logical_or, Tensor.logical_or, torch.bitwise_or, Tensor.bitwise_or, Tensor.__or__)
+_BOTH = (torch.logical_and, Tensor.logical_and, torch.bitwise_and, Tensor.bitwise_and, Tensor.__and__)
+_COUNTING = (torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero)
+# A value that is no number is unequal to itself.
+_ITSELF = {
+    **dict.fromkeys((torch.ne, Tensor.ne, Tensor.__ne__), False),
+    **dict.fromkeys((torch.eq, Tensor.eq, Tensor.__eq__), True),
+}
 
 
 def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
@@ -301,17 +342,29 @@ def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
     if not isinstance(out, Tensor):
         return
     known = _ASKING_FINITE.get(func)
-    if known is None and (func in _PASSING or func in _NOT):
+    if func in _ITSELF and len(args) == 2 and args[0] is args[1]:
+        known = _ITSELF[func]
+    elif func in _EITHER or func in _BOTH:
+        told = [getattr(part, _FINITE, None) for part in args[:2]]
+        known = None if None in told else (any if func in _EITHER else all)(told)
+    elif known is None and (func in _PASSING or func in _NOT):
         known = getattr(args[0], _FINITE, None)
         known = (not known) if known is not None and func in _NOT else known
     elif known is None and hasattr(out, _FINITE) and is_in_place(func, {}):
         delattr(out, _FINITE)  # other values are written there, and known, or nobody has them
+    elif known is None and func in _COUNTING and not out.dim() and hasattr(args[0], _FINITE):
+        _know_all(out, args[0].numel() * getattr(args[0], _FINITE))
     if known is None or (isinstance(out, FakeTensor) and is_known(out)):
         return
     setattr(out, _FINITE, known)
+    _know_all(out, known)
+
+
+def _know_all(out: Tensor, value: int) -> None:
+    """All values of a small tensor are one that is known."""
     if isinstance(out, FakeTensor) and is_small(out):
         with _disable_current_modes():
-            know(out, torch.full(out.shape, known, dtype=out.dtype))
+            know(out, torch.full(out.shape, value, dtype=out.dtype))
 
 
 class _KindOfGenerator(type(torch.Generator)):  # type: ignore[misc]

@@ -72,11 +72,14 @@ def parse_operations(text: str) -> list[str]:
 
     Raises:
         UnknownNameError: one is in no table.
+        UsageError: there is none.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in PROGRAMS:
             raise UnknownNameError("collective", name, PROGRAMS)
+    if not names:
+        raise UsageError(f"--ops: is empty: give some of {', '.join(PROGRAMS)}")
     return names
 
 

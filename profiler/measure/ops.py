@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from math import prod
+from math import inf, prod
 from statistics import median
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echograph.errors import InputError
+from echograph.errors import InputError, UsageError
 from echograph.ir.profile import Argument, Environment, Invocation, Measurement, Named, Operand, Part, Profile
 from echograph.profiler.measure.device import MeasuringDevice
 from echograph.profiler.measure.sampling import Samples, sample
@@ -270,11 +270,18 @@ class Options:
         repeats: samples of one invocation at most.
         budget_s: seconds for all invocations; each gets an equal share of what is left.
         kernels: whether to look up the names of device kernels.
+
+    Raises:
+        UsageError: the seconds are no number, or below 0.
     """
 
     repeats: int = 200
     budget_s: float = 300.0
     kernels: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.budget_s < inf:
+            raise UsageError(f"--budget {self.budget_s:g}: give seconds, 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

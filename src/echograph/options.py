@@ -6,6 +6,8 @@ from dataclasses import field, fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from echograph.errors import UsageError
+
 
 def option(default: Any, text: str, shown: str = "", *, least: float | None = None, letter: str = "") -> Any:
     """A field of a frozen dataclass that is also an option.
@@ -40,3 +42,30 @@ def _kind(hint: Any) -> Any:
 def given(options: Any) -> dict[str, Any]:
     """The fields of a dataclass that differ from their defaults."""
     return {f.name: getattr(options, f.name) for f in fields(options) if getattr(options, f.name) != f.default}
+
+
+def parse_ranks(option: str, text: str, most: int = 1_000_000) -> tuple[int, ...]:
+    """Ranks from "0,2,8-15", each once.
+
+    Args:
+        option: how it is called, for what is said of a wrong one.
+        text: the value given.
+        most: ranks that may be given.
+
+    Raises:
+        UsageError: it is no list of ranks, or too long a one.
+    """
+    found: dict[int, None] = {}
+    for part in text.split(","):
+        first, dash, last = (word.strip() for word in part.partition("-"))
+        if not _is_rank(first) or (dash and not _is_rank(last)):
+            raise UsageError(f"{option} {text[:40]}: give ranks with commas between them, as 0,17 or 0-7")
+        for rank in range(int(first), int(last or first) + 1):
+            found[rank] = None
+            if len(found) > most:
+                raise UsageError(f"{option}: over {most} ranks: give at most {most}")
+    return tuple(found)
+
+
+def _is_rank(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10

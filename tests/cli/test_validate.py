@@ -684,7 +684,7 @@ def test_a_table_or_a_trace_and_not_both(cli, tmp_path: Path) -> None:
     assert "--model, --tp: only with --trace" in asked.err
     family = cli("echosim", "validate", "--trace", tmp_path, "--family", "toy")
     assert family.status == 2
-    assert "--family and --peers" in family.err
+    assert "--family: of a table of steps" in family.err
 
 
 def test_a_profile_is_corrected_by_a_trace_alone(cli, tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from echograph.cli.app import end_with, make_app, require_torch, run
-from echograph.cli.options import MODEL, GraphFile, Json, parse_ranks, with_options
+from echograph.cli.options import MODEL, GraphFile, Json, with_options
 from echograph.cli.output import (
     check_outputs,
     print_error,
@@ -28,8 +28,10 @@ from echograph.errors import UsageError
 from echograph.frontend.pytorch.spec import ModelSizes, StepSpec
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.types import Phase
+from echograph.options import option_name
 from echograph.simulator.clusters import DEFAULT_CLUSTER
 from echograph.units import format_bytes, format_count
+from echograph.workflow.capture import CaptureOptions, capture_script_file
 from echograph.workflow.formats import (
     EXPORTS,
     IMPORTS,
@@ -73,10 +75,11 @@ def compile_command(
 
     if (model is None) == (onnx is None):
         raise UsageError("give what to compile: --model NAME or --onnx FILE, one of them")
-    if onnx is not None and (sizes or "recompute" in step or capture != "recorder"):
-        raise UsageError("--batch-size, --seq-len, --attention, --recompute, --capture: not for an ONNX file")
-    if onnx is None and (dim or branch or train or loss != "auto"):
-        raise UsageError("--dim, --train, --loss and --branch are for an ONNX file: give it by --onnx")
+    of_onnx = {"dim": dim, "branch": branch, "train": train, "loss": loss != "auto"}
+    others = [*sizes, *["capture"] * (capture != "recorder")] if onnx else [n for n, v in of_onnx.items() if v]
+    if others:
+        which = "not for an ONNX file: leave it out" if onnx else "for an ONNX file: give it by --onnx"
+        raise UsageError(f"{', '.join(map(option_name, others))}: {which}")
     files.check_writable(output)
     require_torch("compiling a model")
     note, notes = "", tuple[str, ...]()
@@ -215,64 +218,12 @@ def _print_coverage(record: dict[str, Any]) -> None:
 
 
 @app.command("capture")
+@with_options
 def capture_command(
     framework: Annotated[str, typer.Argument(help="torch, deepspeed or megatron.")],
-    script: Annotated[Path | None, typer.Option("--script", help="The training script; it is not edited.")] = None,
+    asked: CaptureOptions,
     arguments: Annotated[
         list[str] | None, typer.Argument(help="What the script finds behind its name; give it behind --.")
-    ] = None,
-    module: Annotated[
-        str, typer.Option("--module", "-m", help="In place of a script: a module, run as python -m does.")
-    ] = "",
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 8,
-    local_size: Annotated[int, typer.Option(min=1, help="Ranks of a machine.")] = 8,
-    device: Annotated[
-        Literal["cuda", "cpu"],
-        typer.Option(help="What the script finds: a GPU for each rank (cuda), or none (cpu)."),
-    ] = "cuda",
-    decide: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Which way the script goes where a tensor's value decides: train.py:12=no, train.py=no; or "
-            "how many elements its values find: train.py:14=64"
-        ),
-    ] = None,
-    ranks: Annotated[
-        str, typer.Option(help="Which ranks to run: roles (one of each that differ), or numbers as 0,5.")
-    ] = "roles",
-    step: Annotated[
-        int | None, typer.Option(min=1, help="Which training step to record; by default the first steady one.")
-    ] = None,
-    whole: Annotated[bool, typer.Option("--whole", help="Let the script go on after that step.")] = False,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="DeepSpeed: the configuration, for scripts that take one.")
-    ] = None,
-    measure_host: Annotated[
-        bool,
-        typer.Option(
-            "--measure-host", help="Count what the script's own work is for the host, for each operation."
-        ),
-    ] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="End where anything captured is unlikely to be meant.")
-    ] = False,
-    fake_data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A data set that is made and not downloaded, as published or with the columns of a file: MNIST, "
-            "nyu-mll/glue, NAME=rows.jsonl; any number."
-        ),
-    ] = None,
-    fake_weights: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A model of the Hugging Face hub whose weights have shapes alone, as in the zoo or a folder with "
-            "its config.json: bert-base-uncased, NAME=DIR; any number."
-        ),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Seconds after which the script is ended.", show_default="never"),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the job goes.")] = Path("job.pb"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the script prints on stderr.")] = False,
@@ -280,18 +231,11 @@ def capture_command(
     """Run a training script as one rank of a job without GPUs, and write what all ranks do as a job graph."""
     from echograph.ir import files
 
-    chosen = () if ranks == "roles" else parse_ranks("--ranks", ranks)
     files.check_writable(output)
     require_torch("capturing scripts")
-    from echograph.workflow.capture import capture_script_file, parse_decision, parse_fakes
-
     captured = capture_script_file(
-        script, framework, arguments or (), world_size=world_size, local_size=local_size,
-        gpus=device == "cuda", decided=dict(map(parse_decision, decide or ())), ranks=chosen, step=step,
-        whole=whole, config=config, measure_host=measure_host, showing=lambda: progress("starting"), module=module,
-        strict=strict, quiet=as_json, fake_data=parse_fakes(fake_data or ()),
-        fake_weights=parse_fakes(fake_weights or ()), timeout_s=timeout,
-    )  # fmt: skip
+        framework, arguments or (), asked, showing=lambda: progress("starting"), quiet=as_json
+    )
     with progress(f"writing {output}") as say:
         written = save_graph(captured.graph, output, say)
     print_notes(captured.notes)

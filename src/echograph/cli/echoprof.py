@@ -12,7 +12,7 @@ import typer
 from echograph.cli import byteprofile
 from echograph.cli.app import end_with, make_app, require_torch, run
 from echograph.cli.comms import comms, record
-from echograph.cli.options import MODEL, GraphFile, Json, parse_ranks, with_options
+from echograph.cli.options import MODEL, GraphFile, Json, with_options
 from echograph.cli.output import (
     check_outputs,
     print_error,
@@ -28,6 +28,7 @@ from echograph.cli.output import (
 from echograph.errors import UsageError
 from echograph.frontend.pytorch.spec import ModelSizes
 from echograph.ir.files import check_writable, write_whole
+from echograph.options import parse_ranks
 from echograph.progress import silent
 from echograph.units import format_bytes, format_time
 from echograph.workflow.measure import MeasuringOptions
@@ -102,6 +103,9 @@ def analyze_command(
 
     options = parse_options(name, option or (), read) if name else {}
     wanted = sorted(parse_ranks("--ranks", ranks)) if ranks else None
+    copy = output if name in COPIES and not (as_csv or as_json) else None
+    if copy is not None and against is not None:
+        raise UsageError(f"--against: not with a copy of the traces with their {name}: leave it out, or add --csv")
     for target in filter(None, (output, html)):
         check_writable(target)
     check_workbook(xlsx)
@@ -117,9 +121,9 @@ def analyze_command(
         with progress("analysing") as say:
             write_workbook(xlsx, answers(found, name, options, other) if name else every_answer(found, other, say))
         return
-    if output is not None and name in COPIES and not (as_csv or as_json):
+    if copy is not None:
         print_notes(found.notes)
-        write_copy(found, name, output, options)
+        write_copy(found, name, copy, options)
         return
     _print_answers(answers(found, name, options, other), name, as_csv=as_csv, as_json=as_json, output=output)
 

@@ -19,7 +19,6 @@ from echograph.cli.options import (
     Json,
     Output,
     TraceFile,
-    parse_ranks,
     with_options,
 )
 from echograph.cli.output import (
@@ -40,7 +39,7 @@ from echograph.cli.output import (
 from echograph.errors import UsageError
 from echograph.frontend.pytorch.spec import ModelSizes
 from echograph.ir.graph import JobGraph
-from echograph.options import given, option_name
+from echograph.options import given, option_name, parse_ranks
 from echograph.units import format_bytes, format_time
 from echograph.workflow.find import SearchOptions
 from echograph.workflow.jobs import JobPlacement
@@ -257,6 +256,7 @@ def sweep_command(
             journal_path=None if output is None else journal_of(output), where=where, say=say,
         )  # fmt: skip
     print_json(found.to_json()) if as_json else print_text(str(found))
+    print_notes(found.notes)
     if output is not None:
         write_table(output, found.rows)
         print_error(f"wrote {output} ({len(found.rows)} points, {found.known} of them known before)")
@@ -414,8 +414,9 @@ def validate_command(
         from echograph.workflow.analyze import read_folder
         from echograph.workflow.validation.traced import validate_trace
 
-        if family or peers:
-            raise UsageError("--family and --peers: are of a table of steps: leave them out with --trace")
+        of_table = {"family": family, "grade": grade != "A,B", "jobs": jobs != 1, "peers": peers}
+        if others := [option_name(name) for name, value in of_table.items() if value]:
+            raise UsageError(f"{', '.join(others)}: of a table of steps: leave that out with --trace")
         check_outputs({"the trace": trace}, {"--output": output})
         spec = {name: value for name, value in (("dtype", dtype), ("optimizer", optimizer)) if value}
         with progress("reading") as say:
@@ -452,6 +453,8 @@ def calibrate_command(
     from echograph.workflow.calibration.form import calibrate
 
     check_outputs({f"result {n}": path for n, path in enumerate(results)}, {"--output": output})
+    if (source or date) and output is None and not as_json:
+        raise UsageError("--source, --date: stand in the file of the widths: give --output as well")
     found = calibrate(results, source=source, date=date)
     print_json(found.to_json()) if as_json else print_text(str(found))
     write_json(output, found.to_json()["form"], "widths")

@@ -32,7 +32,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command an option for each field of the dataclasses that it takes; a plan can come from a file.
 
     A parameter of a dataclass's type gets one, made of what is given; one that is
-    `Annotated[dict[str, Any], Dataclass]` gets only what is given, by the fields' names.
+    `Annotated[dict[str, Any], Dataclass]` gets only what is given, by the fields' names. An empty text is none: it
+    is mostly a variable of a shell that is not set.
     """
     return _WithOptions(command)
 
@@ -50,6 +51,8 @@ class _WithOptions:
             asked = {} if file is None or group is not Plan else read_plan(file)
             for f in fields(group):
                 value = values.pop(f.name)
+                if value == "" or (isinstance(value, list) and "" in value):
+                    raise UsageError(f"{option_name(f.name)}: is empty: give a value, or leave it out")
                 if value not in (None, (), []):
                     asked[f.name] = tuple(value) if isinstance(value, list) else value
             values[name] = group(**asked) if is_dataclass(self._hints[name]) else asked
@@ -108,30 +111,3 @@ def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return "yes" if default else "no"
     return "" if default is None else str(default)
-
-
-def parse_ranks(option: str, text: str, most: int = 1_000_000) -> tuple[int, ...]:
-    """Ranks from "0,2,8-15", each once.
-
-    Args:
-        option: how it is called, for what is said of a wrong one.
-        text: the value given.
-        most: ranks that may be given.
-
-    Raises:
-        UsageError: it is no list of ranks, or too long a one.
-    """
-    found: dict[int, None] = {}
-    for part in text.split(","):
-        first, dash, last = (word.strip() for word in part.partition("-"))
-        if not _is_rank(first) or (dash and not _is_rank(last)):
-            raise UsageError(f"{option} {text[:40]}: give ranks with commas between them, as 0,17 or 0-7")
-        for rank in range(int(first), int(last or first) + 1):
-            found[rank] = None
-            if len(found) > most:
-                raise UsageError(f"{option}: over {most} ranks: give at most {most}")
-    return tuple(found)
-
-
-def _is_rank(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 10

@@ -154,11 +154,17 @@ def read_folder(
         say: told how far it is.
 
     Raises:
+        UsageError: processes beside a Ray cluster, which has a task a rank.
         EchoError: as `profiler.traces.read_traces`.
     """
-    from echograph.profiler.traces import cache_folder, read_traces
+    from echograph.profiler.traces import TraceSet, cache_folder, read_traces
+    from echograph.profiler.traces.relations import complete_steps
 
-    return read_traces(
+    if jobs < 0:
+        raise UsageError(f"--jobs {jobs}: give 1 or more, or 0 for one a core")
+    if jobs > 1 and engine == "ray":
+        raise UsageError("--jobs: a Ray cluster has a task a rank: leave it out, or --engine ray")
+    traces = read_traces(
         path,
         ranks,
         last_step=last_step,
@@ -167,6 +173,10 @@ def read_folder(
         cache_folder=cache_folder() if cache else None,
         say=say,
     )
+    if last_step and all(complete_steps(trace) is trace for trace in traces.values()):
+        idle = "--last-step: has no effect here: no trace marks several steps"
+        return TraceSet(traces, [*traces.notes, idle])
+    return traces
 
 
 def answers(

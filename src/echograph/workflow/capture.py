@@ -2,22 +2,105 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from echograph.errors import InputError, UsageError
+from echograph.errors import InputError, UnknownNameError, UsageError
 from echograph.ir.graph import JobGraph
 from echograph.notes import tell, warn
+from echograph.options import option, parse_ranks
 from echograph.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from echograph.frontend.scripts.fakes import Fakes
     from echograph.ir.formats import Imported
     from echograph.profiler.costs.host import HostUnits
 
-_NONE: Mapping[str, bool] = {}
-_NOTHING: Mapping[str, str | Path | None] = {}
+_NOTHING: Mapping[str, Any] = {}
+_DEVICES = ("cuda", "cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureOptions:
+    """How a script is captured. The text of each field is its help on the command line.
+
+    Raises:
+        UsageError: a field is misspelt, or there is neither a script nor a module, or both.
+        UnknownNameError: no such device.
+    """
+
+    script: Path | None = option(None, "The training script; it is not edited.")
+    module: str = option("", "In place of a script: a module, run as python -m does.", letter="m")
+    world_size: int = option(8, "Ranks of the job.", least=1)
+    local_size: int = option(8, "Ranks of a machine.", least=1)
+    device: str = option("cuda", "What the script finds: a GPU for each rank (cuda), or none (cpu).")
+    decide: tuple[str, ...] = option(
+        (),
+        "Which way the script goes where a tensor's value decides: train.py:12=no, train.py=no; or how many "
+        "elements its values find: train.py:14=64",
+    )
+    ranks: str = option("roles", "Which ranks to run: roles (one of each that differ), or numbers as 0,5.")
+    step: int | None = option(None, "Which training step to record.", "the first steady one", least=1)
+    whole: bool = option(False, "Let the script go on after that step.")
+    config: Path | None = option(None, "DeepSpeed: the configuration, for scripts that take one.")
+    measure_host: bool = option(False, "Count what the script's own work is for the host, for each operation.")
+    strict: bool = option(False, "End where anything captured is unlikely to be meant.")
+    fake_data: tuple[str, ...] = option(
+        (),
+        "A data set that is made and not downloaded, as published or with the columns of a file: MNIST, "
+        "nyu-mll/glue, NAME=rows.jsonl; any number.",
+    )
+    fake_weights: tuple[str, ...] = option(
+        (),
+        "A model of the Hugging Face hub whose weights have shapes alone, as in the zoo or a folder with its "
+        "config.json: bert-base-uncased, NAME=DIR; any number.",
+    )
+    timeout: float | None = option(None, "Seconds after which the script is ended.", "never")
+
+    def __post_init__(self) -> None:
+        if self.device not in _DEVICES:
+            raise UnknownNameError("device", self.device, _DEVICES)
+        if (self.script is None) == (not self.module):
+            raise UsageError("give a script by --script, or a module by --module: one of them")
+        if self.timeout is not None and not 0 < self.timeout < _MOST_S:
+            raise UsageError(f"--timeout {self.timeout:g}: give seconds above 0, or leave it out")
+        _ = self.decided, self.chosen_ranks  # what is misspelt is said before anything runs
+
+    @property
+    def decided(self) -> dict[str, bool | int]:
+        """Which way the script goes at lines, or how many elements it finds there."""
+        return parse_decisions(self.decide)
+
+    @property
+    def chosen_ranks(self) -> tuple[int, ...]:
+        """Ranks that are run; () where it is one of each that differ."""
+        return () if self.ranks == "roles" else parse_ranks("--ranks", self.ranks)
+
+    @property
+    def fakes(self) -> Fakes:
+        """What is made in place of what the script would download.
+
+        Raises:
+            InputError: a file of rows is not there.
+            UnknownNameError: no such model.
+            UsageError: a model that is none of transformers.
+        """
+        from echograph.frontend.scripts.fakes import Fakes
+
+        data, weights = parse_fakes(self.fake_data), parse_fakes(self.fake_weights)
+        return Fakes(
+            data={name: None if file is None else _there(name, file) for name, file in data.items()},
+            weights={name: _configuration(name, model) for name, model in weights.items() if not _is_file(name)},
+            files=frozenset(_alone(name, model) for name, model in weights.items() if _is_file(name)),
+        )
+
+
+_MOST_S = 1e9
+"""Of a timeout: thirty years."""
 
 
 def capture(
@@ -28,7 +111,7 @@ def capture(
     world_size: int = 8,
     local_size: int = 8,
     gpus: bool = True,
-    decided: Mapping[str, bool | int] = _NONE,
+    decided: Mapping[str, bool | int] = _NOTHING,
     ranks: Sequence[int] = (),
     step: int | None = None,
     whole: bool = False,
@@ -76,95 +159,83 @@ def capture(
         CaptureError: the script cannot be captured; names its line.
         MissingExtraError: the framework, or PyTorch, is not installed.
     """
-    captured = capture_script_file(
-        None if script is None else Path(script), framework, arguments, world_size=world_size,
-        local_size=local_size, gpus=gpus, decided=decided, ranks=ranks, step=step, whole=whole,
+    options = CaptureOptions(
+        script=None if script is None else Path(script),
+        module=module,
+        world_size=world_size,
+        local_size=local_size,
+        device="cuda" if gpus else "cpu",
+        decide=tuple(f"{where}={_said(which)}" for where, which in decided.items()),
+        ranks=",".join(map(str, ranks)) or "roles",
+        step=step,
+        whole=whole,
         config=None if config is None else Path(config),
-        measure_host=measure_host, module=module, strict=strict, fake_data=fake_data, fake_weights=fake_weights,
-        timeout_s=timeout_s, showing=lambda: nullcontext(say),
-    )  # fmt: skip
+        measure_host=measure_host,
+        strict=strict,
+        fake_data=_texts(fake_data),
+        fake_weights=_texts(fake_weights),
+        timeout=timeout_s,
+    )
+    captured = capture_script_file(framework, arguments, options, showing=lambda: nullcontext(say))
     tell(captured.notes)
     warn(captured.warnings)
     return cast(JobGraph, captured.graph)
 
 
+def _said(decision: bool | int) -> str:
+    """A decision as `parse_decision` reads it."""
+    return ("yes" if decision else "no") if isinstance(decision, bool) else str(decision)
+
+
+def _texts(fakes: Mapping[str, str | Path | None]) -> tuple[str, ...]:
+    """What is made in place of a download, as `parse_fakes` reads it."""
+    return tuple(name if what is None else f"{name}={what}" for name, what in fakes.items())
+
+
 def capture_script_file(
-    script: Path | None,
     framework: str,
     arguments: Sequence[str],
+    asked: CaptureOptions,
     *,
-    world_size: int,
-    local_size: int,
-    gpus: bool,
-    decided: Mapping[str, bool | int],
-    ranks: Sequence[int],
-    step: int | None,
-    whole: bool,
-    config: Path | None,
-    measure_host: bool,
     showing: Callable[[], AbstractContextManager[Progress]],
-    module: str = "",
-    strict: bool = False,
-    fake_data: Mapping[str, str | Path | None] = _NOTHING,
-    fake_weights: Mapping[str, str | Path | None] = _NOTHING,
     quiet: bool = False,
-    timeout_s: float | None = None,
 ) -> Imported:
     """`capture` with what the graph cannot hold.
 
     Args:
-        script: the file; this and the arguments below are those of `capture`.
         framework: framework that the script uses.
         arguments: command-line arguments of the script.
-        world_size: ranks of the job.
-        local_size: ranks of a machine.
-        gpus: whether there are GPUs.
-        decided: which way the script goes.
-        ranks: those that are run.
-        step: which is recorded.
-        whole: let the script go on.
-        config: a configuration of DeepSpeed.
-        measure_host: whether the graph says what the host does.
+        asked: which script, and how it is captured.
         showing: opens the display of progress, which has threads, once the script's process has been forked.
-        module: run in place of a file.
-        strict: whether warnings are errors.
-        fake_data: data sets that are made.
-        fake_weights: models of which the weights are made.
         quiet: whether what the script prints goes to stderr.
-        timeout_s: seconds after which the script is ended.
 
     Raises:
-        UsageError: there is neither a file nor a module, or both.
+        UsageError: a device or a configuration that the framework does not have.
+        EchoError: as `capture`.
     """
     from echograph.frontend.scripts import ADAPTERS
-    from echograph.frontend.scripts.fakes import Fakes
     from echograph.frontend.scripts.process import CaptureProcess
     from echograph.frontend.scripts.run import Script
     from echograph.frontend.scripts.world import World
 
-    adapter = ADAPTERS[framework]()
+    adapter, gpus = ADAPTERS[framework](), asked.device == "cuda"
     if not gpus and framework != "torch":
         raise UsageError(
             f"--device cpu is for scripts of plain PyTorch: {framework} is captured as it runs on GPUs"
         )
-    if (script is None) == (not module):
-        raise UsageError("give a script by --script, or a module by --module: one of them")
-    asked: dict[str, Any] = {
-        "arguments": adapter.arguments(tuple(arguments), config), "step": step or adapter.steady_step,
-        "whole": whole, "host": _units(adapter.host) if measure_host else None, "strict": strict,
-        "fakes": Fakes(
-            data={name: None if file is None else _there(name, file) for name, file in fake_data.items()},
-            weights={
-                name: _configuration(name, model)
-                for name, model in fake_weights.items() if not _is_file(name)
-            },
-            files=frozenset(filter(_is_file, fake_weights)),
-        ),
-    }  # fmt: skip
-    run = Script(path=script, **asked) if script is not None else Script.of_module(module, **asked)
-    world = World(size=world_size, local_size=local_size, gpus=gpus, decided=dict(decided))
+    run: dict[str, Any] = {
+        "arguments": adapter.arguments(tuple(arguments), asked.config),
+        "step": asked.step or adapter.steady_step,
+        "whole": asked.whole,
+        "host": _units(adapter.host) if asked.measure_host else None,
+        "strict": asked.strict,
+        "fakes": asked.fakes,
+    }
+    script = Script.of_module(asked.module, **run) if asked.script is None else Script(path=asked.script, **run)
+    world = World(size=asked.world_size, local_size=asked.local_size, gpus=gpus, decided=asked.decided)
+    ranks, timeout_s = asked.chosen_ranks, asked.timeout
     with (
-        CaptureProcess(run, world, adapter, ranks=tuple(ranks), quiet=quiet, timeout_s=timeout_s) as running,
+        CaptureProcess(script, world, adapter, ranks=ranks, quiet=quiet, timeout_s=timeout_s) as running,
         showing() as say,
     ):
         return running.result(say)
@@ -181,7 +252,20 @@ def _is_file(name: str) -> bool:
     return name.endswith((".pth", ".pt"))
 
 
+def _alone(name: str, model: str | Path | None) -> str:
+    if model is not None:
+        raise UsageError(
+            f"--fake-weights {name}={model}: a file has the shapes of the model that takes it: give its name alone"
+        )
+    return name
+
+
+_ROWS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+
+
 def _there(name: str, file: str | Path) -> Path:
+    if Path(file).suffix not in _ROWS:
+        raise InputError(f"--fake-data {name}={file}: give a file of rows ({', '.join(_ROWS)})")
     if not Path(file).is_file():
         raise InputError(
             f"--fake-data {name}={file}: no such file: give one of rows (.jsonl, .csv, .parquet, .txt)"
@@ -195,6 +279,11 @@ def _configuration(name: str, model: str | Path | None) -> Mapping[str, Any]:
     from echograph.models.build import OWN
 
     given = name if model is None else model
+    if model is not None and os.sep in str(model) and not Path(given).is_dir():
+        raise InputError(
+            f"--fake-weights {name}={model}: no such folder: give one with the model's config.json, or a model of "
+            "the zoo"
+        )
     entry = from_config(Path(given)) if Path(given).is_dir() else get_model(str(given))
     if entry.architecture in OWN:
         raise UsageError(
@@ -204,9 +293,36 @@ def _configuration(name: str, model: str | Path | None) -> Mapping[str, Any]:
 
 
 def parse_fakes(texts: Sequence[str]) -> dict[str, str | None]:
-    """What is made in place of a download, from "NAME" or "NAME=WHAT"."""
-    parts = (text.partition("=") for text in texts)
-    return {name: what or None for name, _, what in parts}
+    """What is made in place of a download, from "NAME" or "NAME=WHAT".
+
+    Raises:
+        UsageError: there is no name, nothing behind "=", or another thing is said of the same name.
+    """
+    found: dict[str, str | None] = {}
+    for text in texts:
+        name, says, what = text.partition("=")
+        if not name or (says and not what):
+            raise UsageError(f"--fake-data or --fake-weights '{text}': give NAME or NAME=WHAT")
+        _say(found, name, what or None, text)
+    return found
+
+
+def parse_decisions(texts: Sequence[str]) -> dict[str, bool | int]:
+    """All that `parse_decision` takes.
+
+    Raises:
+        UsageError: one says something else, or two differ of the same line.
+    """
+    found: dict[str, bool | int] = {}
+    for text in texts:
+        _say(found, *parse_decision(text), text)
+    return found
+
+
+def _say(found: dict[str, Any], name: str, what: Any, text: str) -> None:
+    if name in found and (type(found[name]), found[name]) != (type(what), what):  # yes is not 1
+        raise UsageError(f"{text}: something else was said of {name} before: say it once")
+    found[name] = what
 
 
 def parse_decision(text: str) -> tuple[str, bool | int]:

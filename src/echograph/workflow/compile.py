@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from echograph.errors import UnknownNameError, UsageError
 from echograph.ir.graph import StepGraph
 from echograph.notes import tell
+from echograph.options import given, option_name
 from echograph.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def compile(
     if str(model).endswith(".onnx"):
         if any(size is not None for size in sizes.values()):
             raise UsageError("batch_size, seq_len and attention: not for an ONNX file, whose inputs have shapes")
-        return compile_onnx_file(Path(model), step={} if spec is None else asdict(spec), say=say).graph
+        step = {} if spec is None else {**given(spec), "dtype": spec.dtype}
+        return compile_onnx_file(Path(model), step=step, say=say).graph
     from echograph.frontend.pytorch.capture import capture_mode
 
     spec = spec or StepSpec()
@@ -166,11 +167,17 @@ def _build_entry(entry: ModelEntry, spec: StepSpec, **sizes: Any) -> tuple[Any, 
             if spec.lora_rank is not None:
                 from echograph.models.lora import add_adapters
 
-                add_adapters(built.module, spec.lora_rank, spec.lora_targets.split(","))
+                missing = add_adapters(built.module, spec.lora_rank, spec.lora_targets.split(","))
+                if missing and "lora_targets" in given(spec):
+                    raise UsageError(f"--lora-targets {','.join(missing)[:60]}: no linear layer of that name")
             if spec.mtp_num_layers:
                 from echograph.models.mtp import add_further_tokens
 
                 add_further_tokens(built.module, spec.mtp_num_layers, spec.mtp_use_repeated_layer)
+                if spec.mtp_num_layers == 1 and spec.mtp_use_repeated_layer:
+                    tell(
+                        ("--mtp-use-repeated-layer: has no effect here: one further token has one module anyway",)
+                    )
             return built
     finally:
         torch.set_default_dtype(before)
@@ -225,6 +232,10 @@ def _one_line_errors(name: str) -> Iterator[None]:
         ) from None
 
 
+_OF_TRAINING = ("optimizer", "clip_grad_norm", "master_weights", "kernels")
+"""Fields of `StepSpec` that a forward pass has nothing of."""
+
+
 def compile_onnx_file(
     path: Path,
     *,
@@ -250,18 +261,21 @@ def compile_onnx_file(
         UsageError: an option does not fit the file.
         EchoError: what `frontend.onnx` raises.
     """
-    if not train and ({"clip_grad_norm", "master_weights"} & step.keys() or loss != "auto"):
-        raise UsageError("--clip-grad-norm, --master-weights and --loss are of a training step: add --train")
+    if not train and (idle := [*(name for name in _OF_TRAINING if name in step), *["loss"] * (loss != "auto")]):
+        raise UsageError(f"{', '.join(map(option_name, idle))}: of a training step: add --train")
+    if step.get("recompute"):
+        raise UsageError("--recompute: is the model's own way to run, and an ONNX file has none: leave it out")
     if branch not in ("", "then", "else"):
         raise UnknownNameError("branch", branch, ("then", "else"))
     from echograph.frontend.onnx.model import read
+    from echograph.frontend.pytorch.spec import StepSpec
 
+    _check_adapters(StepSpec(**step))
     sizes = dict(_size(text) for text in dims)
     say(f"reading {path}")
     model = read(path, sizes)
     from echograph.frontend.onnx.call import step_type
     from echograph.frontend.onnx.compile import compile_onnx
-    from echograph.frontend.pytorch.spec import StepSpec
 
     spec = StepSpec(**{"dtype": step_type(model), **step})
     say(f"running {path} without data")

@@ -13,9 +13,9 @@ from echograph.ir.graph import JobGraph, StepGraph
 from echograph.options import given, option, option_name
 from echograph.progress import Progress, silent
 from echograph.units import parse_bytes
-from echograph.workflow.plan import Plan, without_effect
+from echograph.workflow.plan import Plan, idle_options, without_effect
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.system import System, SystemOptions
+from echograph.workflow.system import IDLE_HOST_WAITS, System, SystemOptions
 from echograph.workflow.training import Training, TrainingOptions
 from echograph.workflow.workers import HERE, WorkerOptions
 
@@ -187,10 +187,13 @@ def find_plans(
     if asked.top is not None:
         how["top"] = asked.top
     found = search(graph, base, system, scenario, **how)
+    notes = idle_options((without_effect(one.plan, system.cluster) for one in found.best), plan)
+    if "host_waits" in system.asked and found.best and all(one.plan.pp == 1 for one in found.best):
+        notes += (IDLE_HOST_WAITS,)
     return PlansFound(
         found=found,
         training=_training_of(found, graph, system, scenario, of_training),
-        notes=_idle(found, plan, system),
+        notes=notes,
     )
 
 
@@ -206,10 +209,3 @@ def _training_of(
     from echograph.workflow.search.sizing import of_plan
 
     return of_plan(graph, found.best[0].plan, system, scenario, asked)[1]
-
-
-def _idle(found: SearchResult, plan: Mapping[str, Any], system: System) -> tuple[str, ...]:
-    """What was given of a plan and has no effect in any of the best."""
-    notes = [set(without_effect(one.plan, system.cluster)) for one in found.best]
-    of_all = sorted(set.intersection(*notes)) if notes else []
-    return tuple(line for line in of_all if line.partition(":")[0] in map(option_name, plan))

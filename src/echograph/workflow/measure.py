@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,7 +204,12 @@ def time_step(
 
     Returns:
         Seconds, and relative errors of what was predicted.
+
+    Raises:
+        UsageError: freed memory that does not stay, of a device that is not the CPU.
     """
+    if not keep and device.name != "cpu":
+        raise UsageError("--allocator: is of the CPU, whose freed memory may go back to the system: leave it out")
     predicted = {} if profile is None else predicted_step(model, spec, profile, device.cache_bytes, say, **sizes)
     samples = measure_step(model, spec, device, steps, warm_up, keep, say, **sizes)
     errors = {
@@ -298,7 +304,7 @@ def measure_collectives(
             "echoprof collectives measures between ranks: torchrun --nproc-per-node 2 --no-python "
             "echoprof collectives"
         )
-    if not budget_s > 0:
+    if not 0 < budget_s < inf:
         raise UsageError(f"--budget: {budget_s:g}: give seconds above 0")
     import torch
     from torch import distributed

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -179,11 +180,11 @@ def _check_sizes(plan: Plan) -> None:
         value = getattr(plan, name)
         if value is not None and value < 1:
             raise UsageError(f"{option_name(name)} {value}: give 1 or more")
-    if plan.expert_imbalance < 1:
+    if not 1 <= plan.expert_imbalance < inf:
         raise UsageError(
             f"--expert-imbalance {plan.expert_imbalance:g}: the busiest rank has at least the mean, 1"
         )
-    if plan.capacity_factor is not None and not plan.capacity_factor > 0:
+    if plan.capacity_factor is not None and not 0 < plan.capacity_factor < inf:
         raise UsageError(f"--capacity-factor {plan.capacity_factor:g}: give more than 0")
     if plan.zero not in ZERO_STAGES:
         raise UsageError(f"--zero {plan.zero}: choose {', '.join(map(str, ZERO_STAGES))}")
@@ -214,72 +215,79 @@ def _check_words(plan: Plan) -> None:
         )
 
 
+_PAIRS: tuple[tuple[Callable[[Plan], object], str], ...] = (
+    (
+        lambda plan: plan.pp == 1 and plan.vpp > 1,
+        "--vpp {0.vpp}: chunks are of pipeline stages: give --pp 2 or more, or leave it out",
+    ),
+    (
+        lambda plan: plan.pp == 1 and plan.schedule,
+        "--schedule: orders a pipeline: give --pp 2 or more, or leave it out",
+    ),
+    (
+        lambda plan: plan.pp == 1 and plan.stage_layers,
+        "--stage-layers: splits a pipeline: give --pp 2 or more, or leave it out",
+    ),
+    (
+        lambda plan: plan.vpp > 1 and plan.schedule not in ("", "interleaved", *TURNING),
+        "--vpp {0.vpp} with --schedule {0.schedule}: use interleaved for chunks, or --vpp 1",
+    ),
+    (
+        lambda plan: plan.schedule in TURNING and plan.vpp != 2 and plan.pp > 1,
+        "--schedule {0.schedule} with --vpp {0.vpp}: stages have two chunks each, give --vpp 2",
+    ),
+    (
+        lambda plan: plan.schedule == "interleaved" and plan.vpp == 1 and plan.pp > 1,
+        "--schedule interleaved with --pp {0.pp}: give --vpp 2 or more, or --schedule 1f1b",
+    ),
+    (
+        lambda plan: plan.sequence_parallel and plan.tp == 1,
+        "--sequence-parallel: shares the sequence among tensor-parallel ranks, give --tp 2 or more",
+    ),
+    (
+        lambda plan: plan.etp not in (None, 1, plan.tp),
+        "--etp {0.etp}: experts are cut by all tensor-parallel ranks or by none: give {0.tp} or 1",
+    ),
+    (
+        lambda plan: plan.etp == 1 < plan.tp and not (plan.sequence_parallel and plan.ep % plan.tp == 0),
+        "--etp 1 with --tp {0.tp}: ranks of --ep, a multiple of it, which needs --sequence-parallel",
+    ),
+    (
+        lambda plan: plan.tp_plan and plan.tp == 1,
+        "--tp-plan: says what tensor-parallel ranks share, give --tp 2 or more",
+    ),
+    (
+        lambda plan: plan.hsdp_replicas != 1 and plan.zero != 3,
+        "--hsdp-replicas: copies of a sharded model need --zero 3",
+    ),
+    (
+        lambda plan: plan.distributed_optimizer_instances != 1 and plan.zero != 1,
+        "--distributed-optimizer-instances: groups that divide the optimizer need --zero 1",
+    ),
+    (
+        lambda plan: plan.reshard_after_forward is not None and plan.zero != 3,
+        "--reshard-after-forward: is of gathered parameters, give --zero 3",
+    ),
+    (
+        lambda plan: plan.overlap_moe_expert_parallel_comm and (plan.vpp == 1 or plan.schedule == "zb-v"),
+        "--overlap-moe-expert-parallel-comm: pairs the passes of interleaved chunks, or of --schedule dualpipe-v: "
+        "give --vpp 2 or more",
+    ),
+    (
+        lambda plan: plan.overlap_param_gather and plan.zero not in (1, 2),
+        "--overlap-param-gather: is of --zero 1 or 2; --zero 3 gathers ahead always",
+    ),
+)
+"""Options that need another one: when it is missing, and what to give."""
+
+
 def _check_pairs(plan: Plan) -> None:
-    """Options that need another one, each with what to give."""
-    vpp, pp = f"--vpp {plan.vpp}", f"--pp {plan.pp}"
-    rules = (
-        (
-            plan.pp == 1 and plan.vpp > 1,
-            f"{vpp}: chunks are of pipeline stages: give --pp 2 or more, or leave it out",
-        ),
-        (plan.pp == 1 and plan.schedule, "--schedule: orders a pipeline: give --pp 2 or more, or leave it out"),
-        (
-            plan.pp == 1 and plan.stage_layers,
-            "--stage-layers: splits a pipeline: give --pp 2 or more, or leave it out",
-        ),
-        (
-            plan.vpp > 1 and plan.schedule not in ("", "interleaved", *TURNING),
-            f"{vpp} with --schedule {plan.schedule}: use interleaved for chunks, or --vpp 1",
-        ),
-        (
-            plan.schedule in TURNING and plan.vpp != 2 and plan.pp > 1,
-            f"--schedule {plan.schedule} with {vpp}: stages have two chunks each, give --vpp 2",
-        ),
-        (
-            plan.schedule == "interleaved" and plan.vpp == 1 and plan.pp > 1,
-            f"--schedule interleaved with {pp}: give --vpp 2 or more, or --schedule 1f1b",
-        ),
-        (
-            plan.sequence_parallel and plan.tp == 1,
-            "--sequence-parallel: shares the sequence among tensor-parallel ranks, give --tp 2 or more",
-        ),
-        (
-            plan.etp not in (None, 1, plan.tp),
-            f"--etp {plan.etp}: experts are cut by all tensor-parallel ranks or by none: give {plan.tp} or 1",
-        ),
-        (
-            plan.etp == 1 < plan.tp and not (plan.sequence_parallel and plan.ep % plan.tp == 0),
-            f"--etp 1 with --tp {plan.tp}: ranks of --ep, a multiple of it, which needs --sequence-parallel",
-        ),
-        (plan.tp_plan and plan.tp == 1, "--tp-plan: says what tensor-parallel ranks share, give --tp 2 or more"),
-        (
-            plan.hsdp_replicas != 1 and plan.zero != 3,
-            "--hsdp-replicas: copies of a sharded model need --zero 3",
-        ),
-        (
-            plan.distributed_optimizer_instances != 1 and plan.zero != 1,
-            "--distributed-optimizer-instances: groups that divide the optimizer need --zero 1",
-        ),
-        (
-            plan.reshard_after_forward is not None and plan.zero != 3,
-            "--reshard-after-forward: is of gathered parameters, give --zero 3",
-        ),
-        (
-            plan.overlap_moe_expert_parallel_comm and (plan.vpp == 1 or plan.schedule == "zb-v"),
-            "--overlap-moe-expert-parallel-comm: pairs the passes of interleaved chunks, or of --schedule "
-            "dualpipe-v: give --vpp 2 or more",
-        ),
-        (
-            plan.overlap_param_gather and plan.zero not in (1, 2),
-            "--overlap-param-gather: is of --zero 1 or 2; --zero 3 gathers ahead always",
-        ),
-    )
     others = [name for name in plan.given if name not in ("passes", "cluster")]
     if plan.passes and others:
         raise UsageError(f"--passes: is the whole list: leave {', '.join(map(option_name, others))} out")
-    for broken, line in rules:
-        if broken:
-            raise UsageError(line)
+    for is_missing, line in _PAIRS:
+        if is_missing(plan):
+            raise UsageError(line.format(plan))
 
 
 def spread(plan: Plan, node: int, most: int, where: str) -> tuple[int, int]:
@@ -436,13 +444,6 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
     _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
     count = micro_batches(plan, ranks, plan.micro_batch or workload.batch_size)
     replicas, dropping = ranks // plan.expert_ranks, {"capacity_factor": plan.capacity_factor}
-    experts = {"imbalance": plan.expert_imbalance, "across": plan.experts_across} | _dispatch(plan, cluster)
-    types = {"dtype": plan.precision or None, "grad_dtype": plan.grad_dtype or None}
-    delayed = stack.fp8_scaling == "delayed" and plan.precision == "fp8"
-    recipe: dict[str, Any] = {"kept": stack.fp8_kept, "delayed": delayed}
-    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts}
-    recipe |= {"main_gradients": stack.main_gradients, "fused_accumulation": stack.fused_accumulation}
-    recipe["gathers"] = stack.fp8_gathers
     order: tuple[tuple[bool, str, dict[str, Any]], ...] = (
         # The step that one rank would run alone: its batch, what it is asked for, what it computes again.
         (plan.micro_batch not in (None, workload.batch_size), "micro_batch", {"size": plan.micro_batch}),
@@ -455,10 +456,10 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         (
             plan.ep > 1 or plan.capacity_factor is not None,
             "expert_parallel",
-            {"size": plan.ep} | dropping | experts,
+            _expert_parallel(plan, cluster),
         ),
         (plan.loss == "fused", "fuse_loss", {}),
-        (bool(plan.precision or plan.grad_dtype or stack.main_gradients), "precision", types | recipe),
+        (bool(plan.precision or plan.grad_dtype or stack.main_gradients), "precision", _precision(plan, stack)),
         # The kernels that its stack runs.
         (stack.repeated_heads, "repeated_heads", {}),
         (stack.complex_rotation, "complex_rotation", {}),
@@ -607,17 +608,33 @@ def _tensor_parallel(plan: Plan, stack: Stack) -> dict[str, Any]:
     return {"size": plan.tp, "plan": patterns} | sequence | again
 
 
-def _dispatch(plan: Plan, cluster: Cluster) -> dict[str, Any]:
-    """How rows get to experts, and on how many NVLink domains their ranks are."""
+def _expert_parallel(plan: Plan, cluster: Cluster) -> dict[str, Any]:
+    options: dict[str, Any] = {"size": plan.ep, "capacity_factor": plan.capacity_factor}
+    options |= {"imbalance": plan.expert_imbalance, "across": plan.experts_across}
     if plan.moe_dispatcher in ("", "alltoall"):
-        return {}
+        return options
+    # Rows go once to each NVLink domain that the ranks of experts are on.
     order = plan.mesh_order.split("-")
     inside = [axis for axis in order[: order.index("ep")] if axis in ("tp", "cp", "pp")]
     between = prod(
         {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp}[a] for a in inside if a not in plan.experts_across
     )
     together = max(1, cluster.domain_gpus // between)
-    return {"dispatcher": plan.moe_dispatcher, "domains": -(-plan.ep // together)}
+    return options | {"dispatcher": plan.moe_dispatcher, "domains": -(-plan.ep // together)}
+
+
+def _precision(plan: Plan, stack: Stack) -> dict[str, Any]:
+    return {
+        "dtype": plan.precision or None,
+        "grad_dtype": plan.grad_dtype or None,
+        "kept": stack.fp8_kept,
+        "delayed": stack.fp8_scaling == "delayed" and plan.precision == "fp8",
+        "weights": stack.fp8_weights,
+        "experts": stack.fp8_experts,
+        "gathers": stack.fp8_gathers,
+        "main_gradients": stack.main_gradients,
+        "fused_accumulation": stack.fused_accumulation,
+    }
 
 
 def _context_parallel(plan: Plan, stack: Stack) -> dict[str, Any]:
@@ -710,6 +727,22 @@ def without_effect(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
         for name, (idle, why) in rules.items()
         if idle and name in plan.given
     )
+
+
+def idle_options(notes: Iterable[Iterable[str]], asked: Collection[str]) -> tuple[str, ...]:
+    """Of what `without_effect` says of several plans, what holds for all of them.
+
+    Args:
+        notes: of each plan; no more are taken once nothing holds for all.
+        asked: the fields that were asked for.
+    """
+    options, common = set(map(option_name, asked)), set[str]()
+    for number, lines in enumerate(notes):
+        said = {line for line in lines if line.partition(":")[0] in options}
+        common = common & said if number else said
+        if not common:
+            break
+    return tuple(sorted(common))
 
 
 def cluster_notes(cluster: Cluster, gpus: int) -> tuple[str, ...]:

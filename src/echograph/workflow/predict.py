@@ -34,7 +34,7 @@ from echograph.units import format_bytes, to_s
 from echograph.workflow import plan as plans
 from echograph.workflow.plan import Plan
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.system import System
+from echograph.workflow.system import IDLE_HOST_WAITS, System
 
 if TYPE_CHECKING:
     from echograph.profiler.costs.estimate import Known
@@ -214,7 +214,7 @@ def predict(
         graph = _without_times_of_communication(graph)
     job = lower(graph, plan, system, note)
     if note is not None and "host_waits" in system.asked and OpKind.RECV not in job.ops.kind:
-        note("--host-waits: has no effect here: no stage receives from another")
+        note(IDLE_HOST_WAITS)
     result = simulate(job, system, scenario, plan=plan, engine=engine, trace_ranks=trace_ranks, memory=memory)
     assert result.job is not None
     return result, result.job

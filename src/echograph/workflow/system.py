@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 G = TypeVar("G", bound=Graph)
 _AS_SHIPPED: Mapping[str, str] = MappingProxyType({})
+IDLE_HOST_WAITS = "--host-waits: has no effect here: no stage receives from another"
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -250,6 +251,9 @@ class System:
 
         peaks, name = self.device.datasheet.peak_flops_per_s, DTYPE_NAMES.get(graph.workload.dtype, "fp32")
         return peaks.get(name) or peaks.get(STAND_IN.get(name, name), 0.0)
+
+
+IDLE_HOST_WAITS = "--host-waits: has no effect here: no stage receives from another"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,3 +138,20 @@ def test_gradients_that_a_step_makes_anew_are_there_between_steps(ddp: JobGraph)
     parameters = [t for t in ddp.tensors if t.role is TensorRole.PARAMETER and t.alias_of is None]
     assert parameters
     assert program.held[BETWEEN_STEPS] == sum(-(-t.nbytes // 512) * 512 for t in parameters)
+
+
+def test_a_complex_number_has_a_conjugate_in_backward(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\nmodel = torch.nn.Linear(16, 8).cuda()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(3):\n"
+        "    z = torch.view_as_complex(model(torch.randn(32, 16, device='cuda')).view(32, 4, 2))\n"
+        "    (z * 1j * torch.view_as_complex(torch.randn(4, 2, device='cuda'))).real.sum().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    graph = capture_script(Script(path=path), World(size=1), TorchAdapter()).graph
+    assert isinstance(graph, JobGraph)
+    ops = [op for op in map(graph.ops.__getitem__, range(len(graph.ops))) if isinstance(op, Compute)]
+    assert sum(op.flops for op in ops) == 2 * 2 * 32 * 16 * 8  # forward, and the gradient of the weight
+    assert not any(op.name == "aten._conj" and not op.inputs for op in ops)  # a number's conjugate is no work

@@ -162,7 +162,19 @@ def test_words_of_the_options(tmp_path: Path) -> None:
     script.write_text("")
     with pytest.raises(InputError, match=r"--fake-data x=gone\.jsonl: no such file"):
         capture(script, fake_data={"x": "gone.jsonl"})
+    with pytest.raises(InputError, match=r"--fake-data x=train\.py: give a file of rows \(\.jsonl"):
+        capture(script, fake_data={"x": script.name})
     with pytest.raises(UnknownNameError):
         capture(script, fake_weights={"nobody/has-this": None})
+    with pytest.raises(InputError, match=r"--fake-weights x=/gone/model: no such folder"):
+        capture(script, fake_weights={"x": "/gone/model"})
+    with pytest.raises(UsageError, match=r"--fake-weights w\.pth=gpt2: .*give its name alone"):
+        capture(script, fake_weights={"w.pth": "gpt2"})
+    (tmp_path / "rows.jsonl").write_text("{}")
+    with pytest.raises(UsageError, match=r"--fake-data MNIST=.*rows\.jsonl: it is made as published"):
+        capture(script, fake_data={"MNIST": tmp_path / "rows.jsonl"})
+    for two in (["a=gpt2", "a=bert"], ["MNIST", "MNIST=rows.jsonl"], [""], ["=gpt2"], ["a="]):
+        with pytest.raises(UsageError, match=r"said of .* before|give NAME or NAME=WHAT"):
+            parse_fakes(two)
     with pytest.raises(UsageError, match="vgg"):
         capture(script, fake_weights={"x": "vgg-19"})

@@ -14,7 +14,7 @@ from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
-from echograph.workflow.capture import parse_decision
+from echograph.workflow.capture import parse_decision, parse_decisions
 
 _TRAIN = """
 import torch
@@ -95,6 +95,30 @@ def test_a_size_is_no_answer_to_which_way(tmp_path: Path) -> None:
 def test_known_values_are_not_overruled(tmp_path: Path) -> None:
     nodes = _nodes(_script(tmp_path, "loss = out[torch.arange(32) > 20].sum()"), {"train.py": 5})
     assert (11, 8) in [_shape(node.meta["val"]) for node in nodes]
+
+
+@pytest.mark.parametrize(
+    ("line", "most"),
+    [
+        ("loss = out[out.sum(1) > 0].sum()", 32),
+        ("loss = torch.masked_select(out, out[:1] > 0).sum()", 256),
+        ("loss = out.sum() * out.argmax(1).unique().numel()", 32),
+        ("loss = out[torch.where(out > 0)].sum()", 256),
+    ],
+)
+def test_no_more_is_found_than_there_is(tmp_path: Path, line: str, most: int) -> None:
+    script = _script(tmp_path, line)
+    assert _nodes(script, {"train.py": most})
+    for count in (most + 1, 10**30):
+        with pytest.raises(CaptureError, match=rf"^train\.py:{_LINE}: --decide says .*, of {most}: say fewer$"):
+            _nodes(script, {"train.py": count})
+
+
+def test_a_line_is_decided_once() -> None:
+    assert parse_decisions(["a.py:1=yes", "a.py:2=no", "a.py:1=yes"]) == {"a.py:1": True, "a.py:2": False}
+    for two in (["a.py:1=yes", "a.py:1=no"], ["a.py:1=yes", "a.py:1=1"], ["a.py:1=1", "a.py:1=2"]):
+        with pytest.raises(UsageError, match=r"something else was said of a\.py:1 before"):
+            parse_decisions(two)
 
 
 def test_what_decide_takes() -> None:

@@ -116,6 +116,7 @@ def test_values_are_finite_where_somebody_asks() -> None:
     assert not loss.isinf().any().item()
     assert torch.isfinite(loss).all()
     assert not (~torch.isfinite(loss)).any()
+    assert loss == loss and not (loss != loss).any()
     with pytest.raises(CaptureError):
         bool(loss > 0)
 
@@ -124,6 +125,10 @@ def test_values_are_finite_where_somebody_asks() -> None:
 def test_a_part_of_what_is_finite_is(size: int) -> None:
     asked = torch.isnan(torch.empty(2, size, requires_grad=True))
     assert not asked[0].any().item() and not asked.view(-1)[:2].any()
+    assert not (asked | torch.isinf(torch.empty(2, size))).any() and asked.sum() == 0
+    assert (~asked & torch.isfinite(torch.empty(2, size))).all() and (~asked).sum().item() == 2 * size
+    with pytest.raises(CaptureError, match="decides what the script does"):
+        bool((asked | (torch.empty(2, size) > 0)).any())
     if size > 3:
         return
     assert asked.tolist() == [[False] * 3] * 2 and (~asked).tolist() == [[True] * 3] * 2

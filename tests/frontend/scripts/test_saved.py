@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from echograph.errors import CaptureError
+from echograph.frontend.scripts.process import CaptureProcess
 from echograph.frontend.scripts.run import Script, run_script
+from echograph.frontend.scripts.saved import _MARK
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
 
@@ -70,6 +72,56 @@ def test_what_is_saved_into_a_stream_is_where_its_bytes_are(
     path = tmp_path / "train.py"
     path.write_text(STREAMED)
     assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["train.py"]
+    (tmp_path / "kept.pt").write_bytes(_MARK + b"0" * 32)
     path.write_text("import torch\ntorch.load('kept.pt')\n")
     with pytest.raises(CaptureError, match=r"^train\.py:2: .*kept\.pt: a capture that has ended wrote it"):
         run_script(Script(path=path), World(), TorchAdapter())
+
+
+WRITTEN = """import io, torch
+from pathlib import Path
+model = torch.nn.Linear(8, 4).cuda()
+stream = io.BytesIO()
+torch.save(model.state_dict(), stream)
+Path("{name}").write_bytes(stream.getvalue())
+with open("{name}.2", "wb") as file:
+    torch.save(model.state_dict(), file)
+with open("own.bin", "wb") as file:
+    file.write(b"new")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.ones(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_files_that_were_there_are_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(WRITTEN.format(name="last.pt"))
+    for name in ("last.pt", "last.pt.2", "own.bin"):
+        (tmp_path / name).write_bytes(b"a day's training")
+    assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded
+    assert {name: (tmp_path / name).read_bytes() for name in ("last.pt", "last.pt.2")} == {
+        "last.pt": b"a day's training", "last.pt.2": b"a day's training",
+    }  # fmt: skip
+    assert (tmp_path / "own.bin").read_bytes() == b"new"  # the script's own doing
+    path.write_text(WRITTEN.format(name="other.pt") + "    raise ValueError\n")
+    with pytest.raises(CaptureError):
+        run_script(Script(path=path), World(), TorchAdapter())
+    assert not list(tmp_path.glob("other*"))
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "os.execv('/bin/true', ['true'])"])
+def test_of_a_script_that_ends_its_process_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text("import os\n" + WRITTEN.format(name="last.pt").partition("optimizer")[0] + end + "\n")
+    (tmp_path / "last.pt").write_bytes(b"a day's training")
+    with CaptureProcess(Script(path=path), World(), TorchAdapter()) as running, pytest.raises(CaptureError):
+        running.result()
+    assert (tmp_path / "last.pt").read_bytes() == b"a day's training"
+    assert not (tmp_path / "last.pt.2").exists()

@@ -41,24 +41,19 @@ def seen_by_recorder() -> list[dict[str, Any]]:
     return json.loads(torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True)).get("entries", [])
 
 
-def raw(folder: Path) -> Any:
+SIZES = iter(range(1, 1000))
+
+
+def one(n: int | None = None) -> torch.Tensor:
+    return torch.full((n or next(SIZES),), float(RANK + 1))
+
+
+def many(n: int) -> list[torch.Tensor]:
+    return [one(n) for _ in range(WORLD)]
+
+
+def every_call(world: Any, side: Any, twin: Any) -> list[Any]:
     """Every kind of call once, each with a size of its own, so that none can stand for another."""
-    tracer = echograph.trace_collectives(folder / "traces" / "raw.jsonl")
-    start(folder)
-    world = dist.group.WORLD
-    side = dist.new_group([0, 1])
-    alone = dist.new_group([1])
-    twin = dist.new_group([0, 1])
-    if RANK == 1:
-        dist.all_reduce(torch.ones(1), group=alone)
-    sizes = iter(range(1, 1000))
-
-    def one(n: int | None = None) -> torch.Tensor:
-        return torch.full((n or next(sizes),), float(RANK + 1))
-
-    def many(n: int) -> list[torch.Tensor]:
-        return [one(n) for _ in range(WORLD)]
-
     x = one()
     dist.all_reduce(x)
     results = [x.tolist()]
@@ -67,27 +62,27 @@ def raw(folder: Path) -> Any:
     results.append([isinstance(work, dist.Work), work.get_future() is not None])
     work.wait()
     world.allreduce([one()]).wait()
-    n = next(sizes)
+    n = next(SIZES)
     dist.all_gather(many(n), one(n))
-    n = next(sizes)
+    n = next(SIZES)
     dist.all_gather_into_tensor(one(n * WORLD), one(n))
-    n = next(sizes)
+    n = next(SIZES)
     dist.reduce_scatter(one(n), many(n))
-    n = next(sizes)
+    n = next(SIZES)
     dist.reduce_scatter_tensor(one(n), one(n * WORLD), dist.ReduceOp.SUM, side)
     dist.broadcast(one(), 0)
     dist.reduce(one(), 1)
-    n = next(sizes)
+    n = next(SIZES)
     dist.gather(one(n), many(n) if RANK == 0 else None, dst=0)
-    n = next(sizes)
+    n = next(SIZES)
     dist.scatter(one(n), many(n) if RANK == 1 else None, src=1)
-    n = next(sizes)
+    n = next(SIZES)
     dist.all_to_all_single(one(n * WORLD), one(n * WORLD), group=twin)
-    n = next(sizes)
+    n = next(SIZES)
     dist.all_to_all(many(n), many(n))
     (dist.send if RANK == 0 else dist.recv)(one(), 1 - RANK)
     (dist.isend if RANK == 0 else dist.irecv)(one(), 1 - RANK).wait()
-    n = next(sizes)
+    n = next(SIZES)
     pair = [dist.P2POp(dist.isend, one(n), 1 - RANK), dist.P2POp(dist.irecv, one(n), 1 - RANK)]
     for work in dist.batch_isend_irecv(pair):
         work.wait()
@@ -97,6 +92,20 @@ def raw(folder: Path) -> Any:
     together.wait()
     dist.barrier()
     dist.monitored_barrier()
+    return results
+
+
+def raw(folder: Path) -> Any:
+    """Every kind of call, then those that are refused, late, or never waited for."""
+    tracer = echograph.trace_collectives(folder / "traces" / "raw.jsonl")
+    start(folder)
+    world = dist.group.WORLD
+    side = dist.new_group([0, 1])
+    alone = dist.new_group([1])
+    twin = dist.new_group([0, 1])
+    if RANK == 1:
+        dist.all_reduce(torch.ones(1), group=alone)
+    results = every_call(world, side, twin)
     plain = listed(tracer.counts())
     objects: list[Any] = [None] * WORLD
     dist.all_gather_object(objects, {"rank": RANK})

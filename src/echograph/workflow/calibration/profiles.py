@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echograph.errors import DataError, UnavailableError, UnknownNameError, UsageError
+from echograph.options import option_name
 from echograph.progress import Progress, silent
 from echograph.workflow.plan import Plan
 
@@ -60,20 +61,23 @@ def fit(
         How far each fit is off on rows that it has not seen; relative errors.
 
     Raises:
-        UsageError: nothing to fit, or too few rows.
+        UsageError: nothing to fit, too few rows, or an option of tables that are not given.
         UnknownNameError: a device, fabric or collective that there is not.
         InputError: a table cannot be read.
         DataError: it breaks a rule, or holds no row that fits.
         OutputError: the folder cannot be written.
     """
+    given = {
+        "kernels": kernels, "device": devices, "base": base, "collectives": collectives, "fabric": fabrics,
+        "nccl_tests": nccl_tests, "cluster": cluster, "collective": collective, "name": name != "ours",
+        "date": date, "trace": trace, "model": model, "plan": plan,
+    }  # fmt: skip
+    _check_fit({option for option, value in given.items() if value})
     if trace is not None:
-        others = (kernels, collectives, nccl_tests, devices, fabrics, base)
-        if any(others):
-            raise UsageError("--trace: a profile is corrected by one trace alone: leave the tables out")
         return _fit_the_trace(Path(trace), Path(output), model, plan, say)
+    if not name or name.startswith(".") or Path(name).name != name:
+        raise UsageError(f"--name {name[:40]}: names a cluster and its files: give a word without slashes")
     tables = [Path(kernels)] if isinstance(kernels, str | Path) else [Path(table) for table in kernels or ()]
-    if not tables and collectives is None and not nccl_tests:
-        raise UsageError("nothing to fit: give --kernels TABLE, --collectives TABLE or --nccl-tests LOG")
     from echograph.ir.files import whole_folder
     from echograph.profiler.analyses.table import from_rows
 
@@ -92,6 +96,31 @@ def fit(
             records += fit_the_logs(logs, cluster, collective, name, folder, date, say)
     notes = (f"{without}: the table has no rows for it, skipped" for without in skipped)
     return from_rows(TITLES, [[record[title] for title in TITLES] for record in records], notes)
+
+
+_OF_SOURCE = {
+    "kernels": {"device", "base", "date"},
+    "collectives": {"fabric", "date"},
+    "nccl_tests": {"cluster", "collective", "name", "date"},
+    "trace": {"model", "plan"},
+}
+"""What is fitted, and what may be said of it."""
+
+
+def _check_fit(given: set[str]) -> None:
+    """Refuses options that do not go together, and those that would change nothing."""
+    sources = given & _OF_SOURCE.keys()
+    if not sources:
+        raise UsageError(
+            "nothing to fit: give --kernels TABLE, --collectives TABLE, --nccl-tests LOG or --trace DIR"
+        )
+    if "trace" in sources and len(sources) > 1:
+        raise UsageError("--trace: a profile is corrected by one trace alone: leave the tables out")
+    for name in sorted((given - sources).difference(*(_OF_SOURCE[source] for source in sources))):
+        of = " or ".join(option_name(source) for source, words in _OF_SOURCE.items() if name in words)
+        raise UsageError(f"{option_name(name)}: is of {of}: give that, or leave it out")
+    if {"base", "device"} <= given:
+        raise UsageError("--device: not with --base, which names the one that is fitted: leave it out")
 
 
 def _fit_the_trace(trace: Path, output: Path, model: str, plan: Plan | None, say: Progress) -> AnswerTable:

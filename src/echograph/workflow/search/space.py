@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd, prod
+from math import gcd, isfinite, prod
 from typing import Any
 
 from echograph.errors import UnknownNameError, UsageError
@@ -445,7 +445,10 @@ def typed(option: str, name: str, word: str, kind: type) -> Any:
             raise UsageError(f"{option} {name.replace('_', '-')}={word[:40]}: give true or false")
         return word in ("true", "yes")
     try:
-        return kind(word)
+        value = kind(word)
+        if kind is float and not isfinite(value):
+            raise ValueError
+        return value
     except ValueError:
         what = "whole numbers" if kind is int else "numbers"
         raise UsageError(f"{option} {name.replace('_', '-')}={word[:40]}: give {what}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from echograph.errors import EchoError, PlanError, UsageError
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.tables import text_table
 from echograph.progress import Progress, silent
+from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.units import format_bytes, format_count, format_time
-from echograph.workflow.plan import Plan
+from echograph.workflow.plan import Plan, idle_options, without_effect
 from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.sweep.grid import GridAxis, SweepPoint, WrongPoint, points
 from echograph.workflow.sweep.store import ERROR, flat, journal, read_journal
-from echograph.workflow.system import System, SystemOptions
+from echograph.workflow.system import IDLE_HOST_WAITS, System, SystemOptions
 from echograph.workflow.workers import HERE, WorkerOptions, Workers, workers
 
 
@@ -34,6 +36,7 @@ class Sweep:
         predicted: points that were predicted for it.
         known: points that were known before.
         ended: "" where every point has a row; else "interrupt".
+        notes: options that have no effect at any point; a line each.
     """
 
     model: str
@@ -42,6 +45,7 @@ class Sweep:
     predicted: int
     known: int
     ended: str
+    notes: tuple[str, ...]
 
     @property
     def answered(self) -> list[dict[str, Any]]:
@@ -183,6 +187,10 @@ def sweep(
     if not axes:
         raise UsageError("--over: say what varies, as --over gpus=8..1024:x2")
     asked = list(_asked(points(plan or Plan(), options or SystemOptions(), scenario or Scenario(), axes), graph))
+    predictable = [one.point for one in asked if one.point is not None]
+    notes = idle_options(_without_effect(predictable), (plan or Plan()).given)
+    if predictable and all(point.options.host_waits and point.plan.pp == 1 for point in predictable):
+        notes += (IDLE_HOST_WAITS,)
     answers = read_journal(journal_path) if journal_path is not None else {}
     known = sum(one.key in answers for one in asked)
     answers |= {one.key: {ERROR: one.wrong} for one in asked if one.wrong}
@@ -204,7 +212,18 @@ def sweep(
         predicted=done,
         known=known,
         ended=ended,
+        notes=notes,
     )
+
+
+def _without_effect(asked: Iterable[SweepPoint]) -> Iterator[tuple[str, ...]]:
+    """The options of a plan that change nothing, of each point that has an answer."""
+    clusters: dict[str, Cluster] = {}
+    for point in asked:
+        name = point.plan.cluster
+        with suppress(EchoError):  # whose row says why
+            clusters[name] = clusters.get(name) or load_cluster(name)
+            yield without_effect(point.plan, clusters[name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,13 @@ def by_family(
     return found
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text} is no error")
+    return value
+
+
 def read_peers(path: Path) -> dict[str, dict[str, float]]:
     """Tool -> row -> relative error, of a CSV table with the columns tool, id and err.
 
@@ -142,7 +150,7 @@ def read_peers(path: Path) -> dict[str, dict[str, float]]:
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 if row["err"]:
-                    found[row["tool"]][row["id"]] = float(row["err"])
+                    found[row["tool"]][row["id"]] = _finite(row["err"])
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
     except (KeyError, ValueError, csv.Error) as error:

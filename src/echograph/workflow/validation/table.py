@@ -188,7 +188,7 @@ def read(path: Path, families: Sequence[str] = (), grades: Sequence[str] = ()) -
 
     Raises:
         InputError: the table cannot be read.
-        DataError: it lacks a column, or no row is left.
+        DataError: it lacks a column, or no row is left, of all families or of one of them.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -200,9 +200,11 @@ def read(path: Path, families: Sequence[str] = (), grades: Sequence[str] = ()) -
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     kept = [row for row in rows if not families or row.family in families]
-    if not kept:
+    lacking = [name for name in families if name not in {row.family for row in kept}]
+    if not kept or lacking:
         known = ", ".join(sorted({row.family for row in rows})) or "none"
-        raise DataError(f"{path}: no row of the families and grades asked for; it has {known}")
+        asked = f"family {lacking[0][:40]}" if lacking and kept else "the families"
+        raise DataError(f"{path}: no row of {asked} and grades asked for; it has {known}")
     return kept
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from echograph.errors import DataError
 from echograph.ir.tables import text_table
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.progress import Progress, silent
@@ -109,6 +110,8 @@ def validate(
     """
     rows = read(Path(table), tuple(families), tuple(grades))
     said = read_peers(Path(peers)) if peers else {}
+    if peers and not {row.id for row in rows} & {row for errors in said.values() for row in errors}:
+        raise DataError(f"{peers}: has an error of no row that is compared: give the ids of {table}")
     computed = computed_sources(rows)
     outcomes = [
         replace(outcome, computed=row.text("source") in computed)

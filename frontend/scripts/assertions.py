@@ -1,0 +1,102 @@
+"""Which way a script goes where the other way raises or prints: assertions, and branches that do no more.
+
+A script that trains goes on there, so what it asserts of values is taken to hold. Where exceptions are caught in
+place, it may go either way.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from types import FrameType
+
+_Span = tuple[int | None, int | None, int | None, int | None]
+
+
+def holds(frame: FrameType) -> bool | None:
+    """What the value that a frame asks for must be, true or false, for the script to go on; None: either will do.
+
+    Args:
+        frame: that is about to branch, or to compare what it branches by.
+    """
+    span = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    return None if span is None else _required(frame.f_code.co_filename).get(span)
+
+
+@cache
+def _required(file: str) -> dict[_Span, bool]:
+    """Places in a file (first and last line, first and last column) and what is to be true there."""
+    found = _Raising()
+    try:
+        found.visit(ast.parse("".join(linecache.getlines(file))))
+    except SyntaxError:  # no source
+        return {}
+    return found.required
+
+
+class _Raising(ast.NodeVisitor):
+    """Finds conditions that raise or print when they are not met."""
+
+    def __init__(self) -> None:
+        self.required: dict[_Span, bool] = {}
+        self._caught = 0
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        """It raises unless its test is true."""
+        if not self._caught:
+            self._add(node, node.test, True)
+
+    def visit_If(self, node: ast.If) -> None:
+        """It raises or prints if its test is true, where that is all that it does."""
+        plain = all(isinstance(part, ast.Expr | ast.Assign | ast.AugAssign) for part in node.body[:-1])
+        raises = plain and isinstance(node.body[-1], ast.Raise) and not self._caught
+        if raises or (all(map(_prints, node.body)) and not node.orelse):
+            self._add(node, node.test, False)
+        self.generic_visit(node)
+
+    def visit_Try(self, node: ast.Try) -> None:
+        """What is raised within may be caught."""
+        self._caught += bool(node.handlers)
+        for within in node.body:
+            self.visit(within)
+        self._caught -= bool(node.handlers)
+        for part in (*node.handlers, *node.orelse, *node.finalbody):
+            self.visit(part)
+
+    def _add(self, statement: ast.stmt, test: ast.expr, wanted: bool) -> None:
+        parts = {_span(part): value for part, value in _parts(test, wanted)}
+        self.required |= parts
+        # Where a branch is said to be is up to the interpreter: at its part of the condition, or at the statement.
+        if len(set(parts.values())) == 1:
+            self.required[_span(statement)] = next(iter(parts.values()))
+
+
+_PRINTING = ("print", "debug", "info", "warn", "warning", "error", "critical", "exception")
+
+
+def _prints(statement: ast.stmt) -> bool:
+    """Whether a statement prints, or writes a line of a log, of what is there."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call):
+        return False
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    calls = (part for given in (*call.args, *call.keywords) for part in ast.walk(given))
+    return name in _PRINTING and not any(isinstance(part, ast.NamedExpr | ast.Await) for part in calls)
+
+
+def _parts(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
+    """Parts of a condition, and what makes the whole of it as wanted if it is true of each."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _parts(test.operand, not wanted)
+    elif isinstance(test, ast.BoolOp):
+        for part in test.values:
+            yield from _parts(part, wanted)
+    else:
+        yield test, wanted
+
+
+def _span(node: ast.expr | ast.stmt) -> _Span:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset

@@ -1,0 +1,216 @@
+"""What newer releases took away, for scripts that were written before: names, modules, arguments.
+
+Only what is known to be as it was: another name for the same, an argument that chose what is printed, a default.
+Where it is asked for, a note says so: with the same packages, real ranks would stop there.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+from torch.utils.data import Sampler
+
+from echograph.frontend.scripts.adapter import once_imported, patched
+from echograph.frontend.scripts.values import NoteTaker, caller
+
+# Module: its name of what is gone -> where the same is, as module:name; a module alone is the whole of it.
+_NAMES: dict[str, dict[str, str]] = {
+    "PIL.Image": {name: f"PIL.Image:{now}" for name, now in (
+        ("ANTIALIAS", "LANCZOS"), ("LINEAR", "BILINEAR"), ("CUBIC", "BICUBIC"),
+    )},
+    "collections": {name: f"collections.abc:{name}" for name in collections.abc.__all__},
+    "fractions": {"gcd": "math:gcd"},
+    "numpy": {
+        **{name: f"builtins:{name}" for name in ("bool", "complex", "float", "int", "object", "str")},
+        "unicode": "builtins:str", "long": "builtins:int",
+        **{name: f"numpy:{now}" for name, now in (
+            ("Inf", "inf"), ("Infinity", "inf"), ("NAN", "nan"), ("NaN", "nan"), ("alltrue", "all"),
+            ("cfloat", "complex128"), ("complex_", "complex128"), ("cumproduct", "cumprod"), ("float_", "float64"),
+            ("in1d", "isin"), ("infty", "inf"), ("mat", "asmatrix"), ("product", "prod"), ("round_", "round"),
+            ("row_stack", "vstack"), ("sometrue", "any"), ("string_", "bytes_"), ("trapz", "trapezoid"),
+            ("unicode_", "str_"),
+        )},
+    },
+    "torch._utils": {"_accumulate": "itertools:accumulate"},
+    "torch.nn.modules.linear": {"_LinearWithBias": "torch.nn.modules.linear:NonDynamicallyQuantizableLinear"},
+}  # fmt: skip
+# Modules that are gone as a whole.
+_MODULES: dict[str, dict[str, str]] = {
+    "torch._six": {
+        "container_abcs": "collections.abc", "inf": "math:inf", "int_classes": "builtins:int", "nan": "math:nan",
+        "string_classes": "builtins:str",
+    },
+    "torchvision.models.utils": {"load_state_dict_from_url": "torch.hub:load_state_dict_from_url"},
+    "torchvision.transforms.functional_tensor": {"": "torchvision.transforms._functional_tensor"},
+}  # fmt: skip
+# Functions whose arguments have to be named now, in the order in which they stood.
+_NAMED = {
+    "librosa.core.audio": ("load", "resample"), "librosa.core.spectrum": ("stft",),
+    "librosa.feature.spectral": ("melspectrogram", "mfcc"), "librosa.filters": ("mel",),
+    "librosa.util.utils": ("pad_center",),
+}  # fmt: skip
+
+
+@contextmanager
+def installed(note: NoteTaker) -> Iterator[None]:
+    """In the context, scripts find what there was.
+
+    Args:
+        note: is told what they asked for.
+    """
+    with ExitStack() as stack:
+        for name, names in _NAMES.items():
+            stack.enter_context(once_imported(name, partial(_having, name, names, note)))
+        for name, functions in _NAMED.items():
+            stack.enter_context(once_imported(name, partial(_by_place, name, functions, note)))
+        for kept in (*_arguments(note), _modules(note)):
+            stack.enter_context(kept)
+        yield
+
+
+def _of(place: str) -> Any:
+    module, _, name = place.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
+
+
+def _answering(module: str, names: Mapping[str, str], note: NoteTaker) -> Callable[[str], Any]:
+    """`__getattr__` of a module that has names no more."""
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module '{module}' has no attribute '{name}'")
+        line = caller()
+        if line is not None:
+            note(
+                f"{line} asks for {module}.{name}, which is no more: {names[name].replace(':', '.')} stands for it"
+            )
+        return _of(names[name])
+
+    return get
+
+
+@contextmanager
+def _having(module: str, names: Mapping[str, str], note: NoteTaker) -> Iterator[None]:
+    """In the context, a module has names that it has no more."""
+    contents = vars(sys.modules[module])
+    before = contents.get("__getattr__")
+    old = _answering(module, names, note)
+    contents["__getattr__"] = lambda name: old(name) if before is None or name in names else before(name)
+    try:
+        yield
+    finally:
+        if before is None:
+            del contents["__getattr__"]
+        else:
+            contents["__getattr__"] = before
+
+
+@contextmanager
+def _modules(note: NoteTaker) -> Iterator[None]:
+    """In the context, modules are found that are no more."""
+    finder = _Gone(note)
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in _MODULES:
+            parent, _, child = name.rpartition(".")
+            if isinstance(getattr(sys.modules.pop(name, None), "__loader__", None), _Gone):
+                delattr(sys.modules[parent], child)
+
+
+class _Gone(Loader, MetaPathFinder):
+    """Finds modules that are no more, where their packages are."""
+
+    def __init__(self, note: NoteTaker) -> None:
+        self._note = note
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        """One for each of them; asked last, so for what is not there."""
+        return ModuleSpec(name, self) if name in _MODULES else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """A module of the names that are known."""
+        module = ModuleType(spec.name)
+        whole = _MODULES[spec.name].get("")
+        if whole is not None:
+            self._note(f"the module {spec.name} is no more: {whole} stands for it")
+            vars(module).update(vars(_of(whole)))
+        else:
+            vars(module)["__getattr__"] = _answering(spec.name, _MODULES[spec.name], self._note)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It is complete."""
+
+
+@contextmanager
+def _by_place(module: str, functions: tuple[str, ...], note: NoteTaker) -> Iterator[None]:
+    """In the context, functions of a module take by place what today has to be named."""
+
+    def taking(original: Callable[..., Any]) -> Callable[..., Any]:
+        asked = inspect.signature(original).parameters.values()
+        names = [one.name for one in asked if one.kind is not one.VAR_KEYWORD]
+        places = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in asked)
+
+        def take(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > places:
+                note(
+                    f"{module}.{original.__name__} takes arguments by name alone by now: those by place are named"
+                )
+            return original(*args[:places], **dict(zip(names[places:], args[places:], strict=False)), **kwargs)
+
+        return take
+
+    with ExitStack() as stack:
+        for name in functions:
+            if hasattr(sys.modules[module], name):
+                stack.enter_context(patched(sys.modules[module], name, taking))
+        yield
+
+
+def _arguments(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:
+    """In the contexts, PyTorch takes what it took: `verbose` of schedulers, data of samplers, `stft` as it was."""
+    for kind in vars(lr_scheduler).values():
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and "__init__" in vars(kind):
+            yield patched(kind, "__init__", partial(_quiet, note))
+    if "__init__" not in vars(Sampler):
+        yield patched(Sampler, "__init__", lambda _: lambda sampler, data_source=None: None)
+    yield patched(torch, "stft", _real)
+
+
+def _quiet(note: NoteTaker, original: Callable[..., None]) -> Callable[..., None]:
+    asked = inspect.signature(original).parameters
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        if "verbose" not in asked and ("verbose" in kwargs or len(args) == len(asked) + 1):
+            note("schedulers take no `verbose` any more, by which they printed the learning rate: it is left out")
+            kwargs.pop("verbose", None)
+            args = args[: len(asked)]
+        original(*args, **kwargs)
+
+    return init
+
+
+def _real(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`stft`, which made two real numbers of each complex one where nobody said which."""
+
+    def stft(given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        said = len(args) > 8 or kwargs.get("return_complex") is not None or given.is_complex()
+        return original(given, *args, **kwargs if said else kwargs | {"return_complex": False})
+
+    return stft

@@ -1,0 +1,97 @@
+"""A script goes on where it raises otherwise: what it asserts of values that nobody has is taken to hold."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from echograph.errors import CaptureError
+from echograph.frontend.scripts.run import Script, ScriptRun, run_script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+
+_TRAIN = """
+import torch
+
+model = torch.nn.Linear(16, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def check(out, low, high):
+{check}
+    return out.sum()
+
+for step in range(3):
+    out = model(torch.randn(32, 16, device="cuda"))
+    check(out, out.min().item(), out.max().item()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def _run(folder: Path, check: str) -> ScriptRun:
+    path = folder / "train.py"
+    path.write_text(_TRAIN.format(check="\n".join(f"    {line}" for line in check.splitlines())))
+    return run_script(Script(path=path), World(size=1), TorchAdapter())
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "assert (out[:, 1:] >= out[:, :-1]).all()",
+        "assert not (out < 0).any(), 'negative'",
+        "assert low < high and (out > 0).all()",
+        "assert not (low >= high or (out == 0).any())",
+        "if (out < 0).any():\n    raise ValueError('negative')",
+        "if not low < high:\n    print(low)\n    raise ValueError(f'{low} {high}')",
+        "if step < 0:\n    pass\nelif low > high:\n    raise ValueError('order')\nelse:\n    out = out * 2",
+        "try:\n    out = out + 1\nfinally:\n    assert low < high",
+        "if torch.min(out) < -1.0:\n    print('min value is', torch.min(out))",
+        "import logging\ntry:\n    if low > high:\n        logging.warning('order')\nexcept ValueError:\n    pass",
+    ],
+)
+def test_what_would_raise_is_taken_not_to(tmp_path: Path, check: str) -> None:
+    run = _run(tmp_path, check)
+    assert run.recorder.recorded
+    assert any("raises or prints by values" in line for line in run.recorder.notes)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "if low > high:\n    out = out * 2",
+        "if low > high:\n    print(low)\nelse:\n    out = out * 2",
+        "if low > high:\n    if step:\n        raise ValueError('order')",
+        "try:\n    assert low > high\nexcept AssertionError:\n    out = out * 2",
+        "try:\n    if low > high:\n        raise ValueError\nexcept ValueError:\n    out = out * 2",
+        "assert step >= (1 if low > high else 0)",
+        "while low > high:\n    raise ValueError('order')",
+    ],
+)
+def test_where_it_goes_on_either_way_it_is_asked(tmp_path: Path, check: str) -> None:
+    with pytest.raises(CaptureError, match=r"train\.py:\d+: .* decides what the script does"):
+        _run(tmp_path, check)
+
+
+def test_what_the_user_said_counts_before(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_TRAIN.format(check="    assert low < high"))
+    world = World(size=1, decided={"train.py:8": False})
+    with pytest.raises(CaptureError, match=r"train\.py:8: AssertionError"):
+        run_script(Script(path=path), world, TorchAdapter())
+
+
+def test_what_a_library_checks_holds_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site-packages" / "a_library"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(
+        "def check(labels):\n"
+        "    if (labels < 0).any():\n        raise ValueError('labels')\n"
+        "    if labels.max().item() > 7 or labels.float().mean().item() > 0.5:\n"
+        "        raise ValueError('labels')\n"
+    )
+    monkeypatch.syspath_prepend(str(folder.parent))
+    run = _run(tmp_path, "import a_library\na_library.check(out.argmax(1))")
+    assert run.recorder.recorded
+    sys.modules.pop("a_library", None)

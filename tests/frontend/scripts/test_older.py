@@ -1,0 +1,124 @@
+"""Scripts that are older than what is installed find what there was."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from echograph.errors import CaptureError
+from echograph.frontend.scripts.run import Script, ScriptRun, run_script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+
+_TRAIN = """
+import torch
+{old}
+model = torch.nn.Linear(16, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.randn(32, 16, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def _run(folder: Path, old: str) -> ScriptRun:
+    path = folder / "train.py"
+    path.write_text(_TRAIN.format(old=old))
+    return run_script(Script(path=path), World(size=1), TorchAdapter())
+
+
+_SCHEDULED = """optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+class Warm(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer):
+        super().__init__(optimizer, -1, False)
+    def get_lr(self):
+        return [group["lr"] / 2 for group in self.optimizer.param_groups]
+assert Warm(optimizer).get_last_lr() == [0.05]
+torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "min", verbose=True)
+torch.optim.lr_scheduler.StepLR(optimizer, 1, verbose=True)
+"""
+_SAMPLED = """class Every(torch.utils.data.Sampler):
+    def __init__(self, data):
+        super().__init__(data)
+        self.data = data
+    def __iter__(self):
+        return iter(range(len(self.data)))
+assert list(Every([1, 2])) == [0, 1]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "note"),
+    [
+        (
+            "from torch._six import inf, string_classes\nassert inf > 1e9 and string_classes is str",
+            "torch._six.inf",
+        ),
+        ("import torch._six\nassert issubclass(dict, torch._six.container_abcs.Mapping)", "container_abcs"),
+        (
+            "import numpy as np\nassert np.zeros(2, np.float).dtype == np.float64",
+            r"train.py:4 asks for numpy.float",
+        ),
+        ("from numpy import product, Inf\nassert product([2, 3]) == 6", "numpy.prod stands for it"),
+        ("import collections\nassert isinstance([], collections.Iterable)", "collections.abc.Iterable"),
+        ("from fractions import gcd\nassert gcd(4, 6) == 2", "math.gcd"),
+        ("from torch._utils import _accumulate\nassert list(_accumulate([1, 2])) == [1, 3]", "itertools"),
+        (_SCHEDULED, "take no `verbose`"),
+        (_SAMPLED, ""),
+        ("assert torch.stft(torch.zeros(64), 8, window=torch.ones(8)).shape == (5, 33, 2)", ""),
+    ],
+)
+def test_what_newer_releases_took_away_is_there(tmp_path: Path, old: str, note: str) -> None:
+    run = _run(tmp_path, old)
+    assert run.recorder.recorded
+    assert not note or any(note in line for line in run.recorder.notes)
+    assert not hasattr(np, "float") and "torch._six" not in sys.modules and not hasattr(torch, "_six")
+    with pytest.raises(TypeError):
+        torch.utils.data.Sampler([1])  # type: ignore[call-arg]
+
+
+def test_arguments_by_place_are_named(tmp_path: Path) -> None:
+    package = tmp_path / "librosa"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "filters.py").write_text(
+        "def mel(*, sr, n_fft, n_mels=128, fmin=0.0): return sr, n_fft, n_mels, fmin"
+    )
+    run = _run(tmp_path, "from librosa.filters import mel\nassert mel(8, 16, 4, fmin=1.0) == (8, 16, 4, 1.0)")
+    assert any("librosa.filters.mel takes arguments by name" in line for line in run.recorder.notes)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="needs Pillow")
+def test_filters_of_pictures_have_their_old_names(tmp_path: Path) -> None:
+    assert _run(tmp_path, "from PIL import Image\nassert Image.ANTIALIAS == Image.LANCZOS").recorder.recorded
+
+
+@pytest.mark.parametrize(
+    ("old", "line"),
+    [
+        ("import numpy\nnumpy.no_such_name", "train.py:4: AttributeError: module 'numpy' has no attribute"),
+        ("import collections\ncollections.NoSuch", "module 'collections' has no attribute 'NoSuch'"),
+        ("raise ImportError(\"'A' requires 'b>=0.6.0'\")", "'b>=0.6.0': install what it names beside echograph"),
+        ("import torch.no_such_module", "No module named 'torch.no_such_module'"),
+        (
+            "w = torch.zeros(2, requires_grad=True)\nx = w * 1\ny = x * x\nx += 1\ny.sum().backward()",
+            "as on real ranks of today's PyTorch",
+        ),
+    ],
+)
+def test_what_is_not_known_ends_as_ever(tmp_path: Path, old: str, line: str) -> None:
+    with pytest.raises(CaptureError) as error:
+        _run(tmp_path, old)
+    assert line in str(error.value)
+
+
+def test_a_file_that_may_run_code_is_named(tmp_path: Path) -> None:
+    torch.save(np.zeros(2), tmp_path / "data.pt")
+    with pytest.raises(CaptureError, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"):
+        _run(tmp_path, f"torch.load({str(tmp_path / 'data.pt')!r})")

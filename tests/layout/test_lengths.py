@@ -1,0 +1,40 @@
+"""A function does one thing, and is read without scrolling."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("benchmarks", "examples", "frontend", "ir", "models", "profiler", "simulator", "src", "tests")
+MOST_LINES = 60
+"""Of a function's body, without its signature and its docstring: both may be as long as they have to be."""
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from the first statement behind the docstring to the last."""
+    first, *rest = function.body
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    statements = rest if is_docstring else function.body
+    return (statements[-1].end_lineno or 0) - statements[0].lineno + 1 if statements else 0
+
+
+def too_long(name: str, source: str) -> Iterator[str]:
+    """A line for each function of a module whose body is over the limit."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and body_lines(node) > MOST_LINES:
+            yield f"{name}:{node.lineno} {node.name}: {body_lines(node)} lines"
+
+
+def test_no_function_is_longer_than_a_screen() -> None:
+    sources = (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))
+    written = (path for path in sources if not path.stem.endswith("_pb2") and path.parent.name != "out")
+    assert [line for path in written for line in too_long(str(path.relative_to(ROOT)), path.read_text())] == []
+
+
+def test_a_body_is_counted_without_signature_and_docstring() -> None:
+    head = "def f(\n    a,\n    b,\n):\n    '''One.\n\n    Two.\n    '''\n"
+    assert list(too_long("m.py", head)) == []
+    assert list(too_long("m.py", head + "    a\n" * 60)) == []
+    assert list(too_long("m.py", head + "    a\n" * 61)) == ["m.py:1 f: 61 lines"]
