@@ -30,7 +30,7 @@ from echograph.notes import tell
 
 _TORCH = str(Path(torch.__file__).parent)
 MOST_INTEGERS = 1 << 20
-MOST_NUMBERS = 1 << 12
+MOST_NUMBERS = 1 << 16
 _VALUES = "_echograph_values"
 _UNKNOWN = object()
 _ALIKE = "_echograph_alike"

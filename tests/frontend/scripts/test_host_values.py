@@ -306,3 +306,11 @@ def test_what_a_rank_tells_others_it_knows_itself_and_they_know_later() -> None:
             seed = torch.tensor([7 + rank]).cuda()
             dist.broadcast(seed, src=0)
             assert seed.item() == 7
+
+
+def test_labels_of_a_data_set_are_counted() -> None:
+    import numpy as np
+
+    labels = np.arange(2708) % 7
+    ones = torch.from_numpy(np.eye(7)[labels]).to(torch.float)  # 18,956 numbers, as Cora's labels are kept
+    assert int(ones.max(dim=1)[1].max()) + 1 == 7
