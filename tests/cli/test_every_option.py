@@ -26,7 +26,9 @@ EXPERTS: dict[str, Any] = {
 FILES = {
     "plan.toml": "tp = 2\n",
     "opposite.toml": "sequence-parallel = true\noverlap-moe-expert-parallel-comm = true\n",
-    "tp.toml": '"*.q_proj" = "colwise"\n"*.k_proj" = "colwise"\n"*.v_proj" = "colwise"\n"*.o_proj" = "rowwise"\n',
+    "tp.toml": (
+        '[plan]\n"*.q_proj" = "colwise"\n"*.k_proj" = "colwise"\n"*.v_proj" = "colwise"\n"*.o_proj" = "rowwise"\n'
+    ),
 }
 RUN: dict[str, tuple[str, str]] = {
     # Option: in which company it has an effect, and the value that has one.
@@ -34,7 +36,10 @@ RUN: dict[str, tuple[str, str]] = {
     "--cluster": ("", "dgx-a100"),
     "--tp": ("", "2"),
     "--sequence-parallel": ("--tp 2", ""),
-    "--no-sequence-parallel": ("--tp 2 --plan {tmp}/opposite.toml --vpp 2 --pp 2 --ep 2", ""),
+    "--no-sequence-parallel": (
+        "--tp 2 --plan {tmp}/opposite.toml --vpp 2 --pp 2 --ep 2 --global-batch 64",
+        "",
+    ),
     "--tp-comm-overlap": ("--tp 2 --sequence-parallel", "chunks"),
     "--tp-plan": ("--tp 2", "{tmp}/tp.toml"),
     "--cp": ("", "2"),
@@ -42,7 +47,7 @@ RUN: dict[str, tuple[str, str]] = {
     "--ep": ("", "2"),
     "--etp": ("--tp 2 --sequence-parallel --ep 2", "1"),
     "--capacity-factor": ("", "0.5"),
-    "--moe-dispatcher": ("--ep 4 --gpus 16", "deepep"),
+    "--moe-dispatcher": ("--ep 2", "deepep"),
     "--expert-imbalance": ("--ep 2", "2"),
     "--pp": ("", "2"),
     "--vpp": ("--pp 2", "2"),
@@ -57,7 +62,7 @@ RUN: dict[str, tuple[str, str]] = {
     "--overlap-grad-reduce": ("--stack megatron-core --pp 2", ""),
     "--no-overlap-grad-reduce": ("", ""),
     "--overlap-param-gather": ("--zero 1", ""),
-    "--no-overlap-param-gather": ("--zero 1 --stack megatron-core", ""),
+    "--no-overlap-param-gather": ("--zero 1 --stack nemo --micro-batch 512", ""),
     "--overlap-moe-expert-parallel-comm": ("--ep 2 --pp 2 --vpp 2 --global-batch 64", ""),
     "--no-overlap-moe-expert-parallel-comm": (
         "--tp 2 --ep 2 --pp 2 --vpp 2 --plan {tmp}/opposite.toml --global-batch 64",
@@ -373,6 +378,10 @@ def test_an_option_of_run_is_never_silently_idle(
     """Alone, on a graph without experts on one node, where many options have nothing to change."""
     if option in DEFAULTS or option in ("--strict-memory", "--overlap-grad-reduce"):
         pytest.skip("asks for what happens anyway")
+    if option in ("--set", "--no-overlap-grad-reduce"):
+        pytest.skip(
+            "says of what is there, and may matter to no step: a port of a single node, a step that the host binds"
+        )
     run = ("echosim", "run", graph, "--json")
     if graph not in known:
         known[graph] = cli(*run)

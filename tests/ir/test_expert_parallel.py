@@ -515,6 +515,13 @@ def test_pairs_are_of_interleaved_chunks() -> None:
         Pipeline(stages=2, micro_batches=4, overlap_experts=True)(ExpertParallel(size=4)(step()))
 
 
+def test_pairs_need_more_micro_batches_than_stages() -> None:
+    """Else a stage has made all forward passes before the first backward one, and waited for ever."""
+    job = ExpertParallel(size=4)(step())
+    with pytest.raises(PlanError, match="2 micro-batches on 2 stages leave no forward pass"):
+        Pipeline(stages=2, micro_batches=2, chunks=2, schedule="interleaved", overlap_experts=True)(job)
+
+
 @pytest.mark.parametrize(
     ("parts", "experts", "chosen", "groups"),
     [(8, 256, 8, (8, 4)), (64, 256, 8, (8, 4)), (4, 256, 8, (8, 4)), (4, 128, 8, (1, 1)), (2, 16, 4, (4, 2))],

@@ -1034,6 +1034,11 @@ class Pipeline:
                 f"schedule {self.schedule}: passes in which experts' exchanges overlap are of schedule "
                 f"{' or '.join(sorted(PAIRED))}"
             )
+        if self.overlap_experts and self.schedule == "interleaved" and self.micro_batches <= self.stages:
+            raise PlanError(
+                f"{self.micro_batches} micro-batches on {self.stages} stages leave no forward pass beside a "
+                "backward one, in which experts' exchanges overlap: give more micro-batches"
+            )
         if any(axis.name == AXIS for axis in graph.mesh):
             raise PlanError("the graph has a pipeline already: give its step graph without one")
 
