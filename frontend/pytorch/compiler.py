@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -23,7 +23,6 @@ from torch._guards import GuardSource, Source
 from torch.utils._python_dispatch import _disable_current_modes
 
 _NAME = "torch._dynamo"
-_IMPORTS: Any = importlib._bootstrap  # its locks know of threads that wait for each other
 
 
 @contextmanager
@@ -91,38 +90,24 @@ class _Place(MetaPathFinder, Loader):
         del vars(torch)["_dynamo"]
 
     def load(self) -> ModuleType:
-        """The whole compiler, which is the module that stood there; another thread waits until it is.
-
-        Threads wait as they do for any module. Where two would wait for each other, since this one imports a part
-        that the other one comes to, it goes on with what is there by then.
-        """
-        with suppress(_IMPORTS._DeadlockError), _IMPORTS._ModuleLockManager(_NAME):
-            if not self.loaded:
-                self.loaded = True
-                self._load()
+        """The whole compiler, which is the module that stood there."""
+        if not self.loaded:
+            self.loaded = True
+            sys.meta_path.remove(self)
+            self._forget()
+            for name in self._answers:
+                vars(self._module).pop(name, None)
+            del sys.modules[f"{_NAME}.source"]
+            self._module.__class__ = ModuleType
+            assert self._module.__spec__ is not None and self._module.__spec__.loader is not None
+            with self._importing(), _disable_current_modes():
+                self._module.__spec__.loader.exec_module(self._module)
         return self._module
 
-    def _load(self) -> None:
-        sys.meta_path.remove(self)
-        self._forget()
-        for name in self._answers:
-            vars(self._module).pop(name, None)
-        del sys.modules[f"{_NAME}.source"]
-        spec: Any = self._module.__spec__
-        spec._initializing = True  # who imports it now waits
-        try:
-            with self._importing(), _disable_current_modes():
-                spec.loader.exec_module(self._module)
-        finally:
-            spec._initializing = False
-            self._module.__class__ = ModuleType
-
     def _asked(self, name: str) -> Any:
-        if not name.startswith("__"):  # inspect looks through all modules
-            held = vars(self.load())
-            if name in held:
-                return held[name]
-        raise AttributeError(f"module '{_NAME}' has no attribute '{name}'")
+        if name.startswith("__"):  # inspect looks through all modules
+            raise AttributeError(f"module '{_NAME}' has no attribute '{name}'")
+        return getattr(self.load(), name)
 
     def _sources(self) -> ModuleType:
         """`torch._dynamo.source` where fake tensors are made of real ones."""

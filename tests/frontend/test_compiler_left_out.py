@@ -67,34 +67,6 @@ with fake_mode() as mode:
     torch._dynamo.config.optimize_ddp = False
     assert torch._dynamo.utils.get_optimize_ddp_mode() == "no_optimization" and whole()
 """,
-    "threads that ask at once": """
-import threading
-found, errors = [], []
-def ask(what):
-    begin.wait()
-    try:
-        found.append(what())
-    except BaseException as error:
-        errors.append(repr(error))
-def part():
-    from torch._dynamo.utils import counters
-    return counters
-def imported():
-    import torch._dynamo
-    return torch._dynamo.optimize
-asks = [lambda: torch._dynamo.explain, lambda: torch._dynamo.OptimizedModule, part, imported] * 2
-begin = threading.Barrier(len(asks))
-sys.setswitchinterval(1e-5)
-with fake_mode() as mode:
-    threads = [threading.Thread(target=ask, args=(what,)) for what in asks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    assert not any(thread.is_alive() for thread in threads)
-assert not errors and len(found) == len(asks), errors
-assert whole() and type(torch._dynamo) is type(sys)
-""",
     "what is not to be compiled stays so": """
 with fake_mode() as mode:
     step(mode)
