@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -349,7 +350,15 @@ def _words(text: str, folder: Path) -> list[str]:
     return text.format(tmp=folder).split() if text else []
 
 
-@pytest.mark.parametrize("option", sorted(RUN))
+SLOW = ("--model", "--what-fits")
+"""Options with which models are captured anew, or many sizes tried."""
+
+
+def _cases(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in sorted(names)]
+
+
+@pytest.mark.parametrize("option", _cases(RUN))
 def test_an_option_of_run_changes_the_answer(cli: Any, folder: Path, known: dict[str, Any], option: str) -> None:
     company, value = RUN[option]
     run = ("echosim", "run", folder / "experts.pb", "--json", *_words(company, folder))
@@ -371,7 +380,7 @@ def test_an_option_of_run_changes_the_answer(cli: Any, folder: Path, known: dict
         assert "has no effect" not in after.err
 
 
-@pytest.mark.parametrize("option", sorted({*RUN, *IMPORTED_ALONE, "--tensors"}))
+@pytest.mark.parametrize("option", _cases({*RUN, *IMPORTED_ALONE, "--tensors"}))
 def test_an_option_of_run_is_never_silently_idle(
     cli: Any, graph: Path, folder: Path, known: dict[str, Any], option: str
 ) -> None:

@@ -27,6 +27,7 @@ KERNELS += ("kernels2/experts.csv.gz", "kernels2/other.csv.gz")
 DEVICES, FABRICS = DATASHEETS.parent, PRESETS.parent / "fabrics"
 
 
+@pytest.mark.slow
 def test_a_fitted_device_is_the_one_that_ships(cli, measured_data: Path, tmp_path: Path) -> None:
     tables = [measured_data / name for name in KERNELS]
     if not all(table.is_file() for table in tables):

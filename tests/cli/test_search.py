@@ -100,6 +100,7 @@ def test_the_gpus_for_a_training_and_what_fits_are_told(cli: Any, graph: Path) -
     assert "1 GPUs at least" in text
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_is_of_the_model_that_the_graph_was_compiled_of(
     cli: Any, graph: Path, tiny_config: Path
 ) -> None:

@@ -32,6 +32,7 @@ def run(seed: int, *commands: list[object]) -> None:
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
     model = tmp_path / "model.json"
     model.write_text(json.dumps(MODEL))

@@ -276,7 +276,8 @@ def test_what_a_forward_operation_wanted_decides_its_gradient() -> None:
         assert made == Decision((gradient, W), (forward,))
     assert decided(table, **BACKWARD) == Decision((W, W), (W,))
     loss: Row = ("nll_loss_backward", [(), (12, 50), (12,)], [W, W, W], [(12, 50)], [], [])
-    assert decided(loss, forward=(S(1), W), **BACKWARD) == Decision((W, W, W), (S(1),))
+    # What autograd keeps of the loss's operand stays as the loss had it.
+    assert decided(loss, forward=(S(1), W), **BACKWARD) == Decision((W, S(1), W), (S(1),))
     assert decided(loss, forward=(W, W), **BACKWARD) == Decision((W, W, W), (W,))
     assert decided(loss, **BACKWARD) == Decision((W, W, W), (W,))
 

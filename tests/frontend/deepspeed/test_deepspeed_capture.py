@@ -80,6 +80,7 @@ def calls_of_job(path: Path) -> list[list[Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_example_runs_on_two_ranks_and_communicates_as_captured(tmp_path: Path, warm: Path) -> None:
     compare("zero3", both_of(("zero3",), tmp_path, warm))
 

@@ -84,6 +84,7 @@ def test_the_table_says_of_memory_what_a_prediction_alone_says(dense: StepGraph)
     assert any(line.endswith("MFU allocated in all plan") for line in table)
 
 
+@pytest.mark.slow
 def test_memory_decides_as_it_does_alone(dense: StepGraph) -> None:
     whole = System("dgx-h100")
     needs = sorted(one.device_bytes for one in search(dense, BASE, whole, over=SMALL, top=100).best)
@@ -96,6 +97,7 @@ def test_memory_decides_as_it_does_alone(dense: StepGraph) -> None:
     assert found.losers.least_missing_bytes > 0
 
 
+@pytest.mark.slow
 def test_processes_find_the_same(dense: StepGraph) -> None:
     alone, together = (
         search(dense, BASE, over=SMALL, top=4, where=WorkerOptions(jobs=jobs)).to_json()["best"] for jobs in (1, 2)
@@ -306,6 +308,7 @@ def test_a_capture_of_one_sample_is_said_to_leave_out_micro_batches(
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_a_search_that_was_killed_goes_on_from_what_is_on_disk(dense: StepGraph, tmp_path: Path) -> None:
     system, path = System("dgx-h100"), tmp_path / "search.jsonl"
     whole = search(dense, BASE, system, over=SMALL, top=4)
