@@ -7,11 +7,15 @@ What a test took with the same arguments at other times is in older versions of 
 
 Times on H100 are of two kinds of machines, and are written to the same files: DGX H100 of NVIDIA's own CI, and,
 since 2026, instances of AWS, on which GitHub's CI runs (`of_github`).
+
+Some files are copies: of the same iterations, to the last digit, as a file of another GPU. Which of them ran is
+not said, so that such times are of neither.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -50,18 +54,21 @@ class Known:
 
     Attributes:
         arguments: of the script, when it was measured last; None: not known.
-        runs: all that was measured with these, oldest first.
+        runs: all that was measured with these, oldest first; without copies.
+        copied: whether what it holds is what a file of another GPU holds, or held.
     """
 
     arguments: Mapping[str, Any] | None
     runs: tuple[Measured, ...]
+    copied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A measurement, its commit, and the arguments of its test then."""
+    """A measurement, its iterations, its commit, and the arguments of its test then."""
 
     run: Measured
+    iterations: tuple[float, ...]
     commit: str
     told: Mapping[str, Any] | None
 
@@ -99,18 +106,35 @@ def history(clone: Path, commit: str, alike: Callable[[Mapping[str, Any]], Any])
                     files[path] = _added(known, _times(blobs.text(blob)), date, version, told)
         times = {path: [(f.commit, f.run) for f in file.found] for path, file in files.items() if _H100 in path}
         github = of_github(times, lambda version: _runs_on_github(blobs, clone, version))
-    return {path: _known(file, alike, github if _H100 in path else set()) for path, file in files.items()}
+    copies = _copies(files)
+    return {path: _known(file, alike, github if _H100 in path else set(), copies) for path, file in files.items()}
 
 
 _H100 = "h100"
+_GPU = re.compile("gb200|h100|a100")
+"""GPUs in names of files of times; the oldest have none."""
 
 
-def _known(file: _File, alike: Callable[[Mapping[str, Any]], Any], github: set[str]) -> Known:
-    last = file.found[-1].told if file.found else None
-    if last is None:
+def _copies(files: Mapping[str, _File]) -> set[tuple[float, ...]]:
+    """Iterations that files of several GPUs have, or had."""
+    gpus: dict[tuple[float, ...], set[str]] = {}
+    for path, file in files.items():
+        if of := _GPU.search(PurePosixPath(path).name):
+            for found in file.found:
+                gpus.setdefault(found.iterations, set()).add(of[0])
+    return {iterations for iterations, of in gpus.items() if len(of) > 1}
+
+
+def _known(
+    file: _File, alike: Callable[[Mapping[str, Any]], Any], github: set[str], copies: set[tuple[float, ...]]
+) -> Known:
+    last = file.found[-1] if file.found else None
+    if last is None or last.told is None:
         return Known(None, ())
-    same = (found for found in file.found if found.told is not None and alike(found.told) == alike(last))
-    return Known(last, tuple(replace(found.run, on_github=found.commit in github) for found in same))
+    same = (found for found in file.found if found.told is not None and alike(found.told) == alike(last.told))
+    own = (found for found in same if found.iterations not in copies)
+    runs = tuple(replace(found.run, on_github=found.commit in github) for found in own)
+    return Known(last.told, runs, copied=last.iterations in copies)
 
 
 SLOWER = 1.2
@@ -194,9 +218,9 @@ def _added(known: _File | None, times: Mapping[int, float], date: str, commit: s
     common = times.keys() & known.times.keys() if known else ()
     same = bool(common) and all(times[step] == known.times[step] for step in common) if known else False
     if len(times) >= LEAST and not same:
-        taken = [times[step] for step in sorted(times)][1:]
+        _, *taken = every = tuple(times[step] for step in sorted(times))
         spread = sorted(taken)[9 * len(taken) // 10] / min(taken)
-        found.append(_Found(Measured(date, median(taken), spread), commit, told))
+        found.append(_Found(Measured(date, median(taken), spread), every, commit, told))
     return _File(times or (known.times if known else {}), found)
 
 

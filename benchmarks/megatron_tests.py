@@ -124,8 +124,8 @@ def tests_of(table: Path, folder: Path, known: Mapping[str, Known] | None = None
                 continue
             known_of = (known or {}).get(row["source"].partition(":")[2], Known(None, ()))
             written = known_of.arguments or _written(folder, row)
-            if not written:
-                continue  # a test that is there no longer, of which nobody says how it ran
+            if not written or known_of.copied:
+                continue  # a test that is there no longer, of which nobody says how it ran; times of another GPU
             environment = {k: str(v) for k, v in json.loads(row["env"]).items() if _CHOOSES.match(k)}
             made = (row["script"], tuple(_arguments(written)), environment, int(row["gpus"]))
             key = json.dumps(made)

@@ -102,6 +102,30 @@ def test_times_of_another_machine_are_told_by_whose_tests_they_are_and_by_how_lo
     assert of_github(times, lambda _: {}) == set()
 
 
+def test_times_that_files_of_two_gpus_share_are_of_neither(clone: Clone) -> None:
+    folder = clone.folder / CASES / "gpt" / "a"
+    folder.mkdir(parents=True)
+
+    def write(gpu: str, seconds: float) -> None:
+        told = {"iteration-time": {"values": {"2": 9.0, "3": seconds, "4": seconds}}}
+        (folder / f"golden_values_{gpu}.json").write_text(json.dumps(told))
+
+    for gpu in ("dev_dgx_a100", "dev_dgx_h100"):
+        write(gpu, 1.0)
+    clone.commit("2026-02-05", "a", timing_log_level=0)
+    for gpu in ("dev_dgx_h100", "dev_dgx_gb200", "lts_dgx_gb200"):
+        write(gpu, {"dev_dgx_h100": 0.5}.get(gpu, 0.25))
+    clone.commit("2026-04-05", "a")
+    found = history(clone.folder, "main", lambda told: told.get("--timing-log-level"))
+    known = {path.partition("golden_values_")[2]: (k.runs, k.copied) for path, k in found.items()}
+    assert known == {
+        "dev_dgx_a100.json": ((), True),
+        "dev_dgx_h100.json": ((Measured("2026-04-05", 0.5),), False),
+        "dev_dgx_gb200.json": ((Measured("2026-04-05", 0.25),), False),
+        "lts_dgx_gb200.json": ((Measured("2026-04-05", 0.25),), False),
+    }
+
+
 RECIPE = """
 products:
   - test_case: [a]

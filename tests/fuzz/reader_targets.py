@@ -47,7 +47,7 @@ class Target:
     seeds: Callable[[], list[Files]]
     commands: tuple[tuple[str, ...], ...]
     damaged: tuple[str, ...] = ("",)
-    fast: int = 60
+    fast: int = 30
 
 
 def made(make: Callable[[Path], Any]) -> Files:
@@ -492,7 +492,7 @@ TARGETS: tuple[Target, ...] = (
     Target(
         name="graph",
         seeds=lambda: _conformance("two_layers", "job", "kinds", "aliases", "ranks", "large_numbers"),
-        fast=100,
+        fast=50,
         commands=(
             ("echoc", "check", "{file}"),
             ("echoc", "show", "{file}"),
@@ -513,7 +513,7 @@ TARGETS: tuple[Target, ...] = (
             name=form,
             seeds=lambda form=form, ending=ending: _exported(form, ending),  # type: ignore[misc]
             commands=(("echoc", "import", form, "{file}", "-o", OUT),),
-            fast=60 if form == "gml" else 100,
+            fast=30 if form == "gml" else 50,
         )
         for form, ending in (("text", "txt"), ("json", "json"), ("gml", "gml"))
     ),
@@ -555,7 +555,7 @@ TARGETS: tuple[Target, ...] = (
         Target(
             name=name,
             seeds=seeds,
-            fast=60,
+            fast=30,
             commands=(
                 ("echoc", "import", "kineto", "{folder}", "-o", OUT),
                 ("echoprof", "analyze", "{folder}", "--no-cache", "--json"),
@@ -583,7 +583,7 @@ TARGETS: tuple[Target, ...] = (
         Target(
             name=name,
             seeds=seeds,
-            fast=30,
+            fast=15,
             commands=tuple(
                 ("echoprof", "analyze", "{file}", analysis, "--no-cache", "--json") for analysis in analyses
             ),
@@ -600,7 +600,7 @@ TARGETS: tuple[Target, ...] = (
         name="recording",
         seeds=_recording,
         damaged=("metadata.json", "hooks.json", "comms.jsonl"),
-        fast=60,
+        fast=30,
         commands=(
             ("echoc", "import", "kineto", "{folder}", "-o", OUT),
             ("echoc", "import", "comms", "{folder}", "-o", OUT),
@@ -629,7 +629,7 @@ TARGETS: tuple[Target, ...] = (
     Target(
         name="ByteProfile",
         seeds=_byteprofile,
-        fast=40,
+        fast=20,
         commands=(
             ("echoprof", "stats", "{folder}", "--json"),
             ("echoprof", "stats", "{folder}"),
@@ -658,7 +658,7 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(
         name="cluster",
-        fast=50,
+        fast=25,
         seeds=_cluster,
         commands=(
             (*_RUN, "{step}", "--gpus", "16", "--cluster", "{file}", "--json"),
@@ -669,7 +669,7 @@ TARGETS: tuple[Target, ...] = (
         Target(
             name=name,
             seeds=seeds,
-            fast=50,
+            fast=25,
             damaged=("own.json",),
             commands=((*_RUN, "{step}", "--gpus", "16", "--cluster", "{seed:mine.toml}", "--json"),),
         )
@@ -677,7 +677,7 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(
         name="plan",
-        fast=50,
+        fast=25,
         seeds=_plan,
         commands=(
             (*_RUN, "{step}", "--plan", "{file}", "--json"),
@@ -687,7 +687,7 @@ TARGETS: tuple[Target, ...] = (
     Target(
         name="result",
         seeds=_results,
-        fast=60,
+        fast=30,
         commands=(
             ("echosim", "compare", "{seed:0}", "{seed:1}", "--json"),
             ("echosim", "compare", "{seed:0}", "{seed:1}"),
@@ -696,7 +696,7 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(
         name="profile",
-        fast=50,
+        fast=25,
         seeds=_profile,
         commands=(("echoc", "annotate", "{step}", "--profile", "{file}", "--cluster", "dgx-h100", "-o", OUT),),
     ),

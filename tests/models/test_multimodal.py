@@ -179,7 +179,14 @@ def test_fake_and_real_steps_have_the_same_products(kind: str) -> None:
         assert kept[product.replace("::", ".")] == ran[product]
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "whisper", "vit_mae", "clip", "dinov3_vit"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llava",
+        "whisper",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_5_vl", "vit_mae", "clip", "dinov3_vit")),
+    ],
+)
 def test_it_lowers_and_runs_in_two_stages_of_two_ranks(kind: str) -> None:
     graph = compile_entry(entry_of(kind), StepSpec(), batch_size=2, seq_len=LENGTH.get(kind, 64))
     result, _ = predict(graph, Plan(gpus=8, tp=2, pp=2, zero=1), System("dgx-h100"))

@@ -57,7 +57,9 @@ def exhaustive(
     return sorted(found, key=lambda pair: pair[0])
 
 
-@pytest.mark.parametrize("name", ["step", "energy", "goodput", pytest.param("cost", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["step", *(pytest.param(name, marks=pytest.mark.slow) for name in ("energy", "goodput", "cost"))]
+)
 def test_the_best_are_those_of_every_plan(dense: StepGraph, name: str) -> None:
     system, over = System("dgx-h100"), SMALL | ({"gpus": (4, 8)} if name == "cost" else {})
     base = replace(BASE, gpus=None) if "gpus" in over else BASE
