@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from echograph.errors import CaptureError
+from echograph.frontend.scripts.host_work import known_as
 
 # A part of the namespace: the models that a step is compiled of have operations of it for other functions.
 _LIBRARY: Any = torch.library.Library("mamba2", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -69,6 +70,7 @@ def _scan_backward_flops(gradient: Any, x: Any, dt: Any, A: Any, B: Any, *rest: 
     return 2 * positions * (3 * pairs + 2 * within + 5 * states)
 
 
+@known_as("mamba_split_conv1d_scan_combined")
 def split_conv1d_scan(
     zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor, dt_bias: Tensor, A: Tensor, D: Tensor,
     chunk_size: int, *, seq_idx: Any = None, headdim: int | None = None, ngroups: int = 1,
@@ -220,8 +222,7 @@ class GatedNorm(nn.Module):
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalises groups of the last dim, gated by z."""
         if isinstance(x, FakeTensor):
-            made: Tensor = _Norm.apply(x, z, self.weight)  # type: ignore[no-untyped-call]
-            return made
+            return _gated_norm(x, z, self.weight)
         gate = 1.0 if z is None else functional.silu(z)
         given = x if self.norm_before_gate else x * gate
         groups = functional.rms_norm(
@@ -229,6 +230,12 @@ class GatedNorm(nn.Module):
         )
         normed = groups.flatten(-2) * self.weight
         return normed * gate if self.norm_before_gate else normed
+
+
+@known_as("RMSNorm gated")
+def _gated_norm(x: Tensor, z: Tensor | None, weight: Tensor) -> Tensor:
+    made: Tensor = _Norm.apply(x, z, weight)  # type: ignore[no-untyped-call]
+    return made
 
 
 class _Norm(torch.autograd.Function):

@@ -127,6 +127,8 @@ class WorkCounter:
         muted: above zero where what runs is counted as a whole.
         region: number of the call of something compiled that runs; 0: none.
         batch: number of the batch of messages that is put together; 0: none.
+        function: number and name of the call of a library's function that runs, which is known as a whole.
+        stands_in: layers and functions whose calls are known as a whole.
     """
 
     current: WorkCounter | None = None
@@ -135,7 +137,9 @@ class WorkCounter:
         self.reads = reads
         self.muted = 0
         self.region = self.batch = 0
-        self._regions = self._batches = 0
+        self.function: tuple[int, str] | None = None
+        self.stands_in: frozenset[str] = frozenset()
+        self._regions = self._batches = self._functions = 0
         self._instructions = self._modules = 0
         self._depth = 0
         self._of_hooks = 0
@@ -192,6 +196,19 @@ class WorkCounter:
             yield
         finally:
             self.region, self.muted = 0, self.muted - 1
+
+    @contextmanager
+    def called(self, name: str) -> Iterator[None]:
+        """What runs is one call of a library's function, if that is known as a whole."""
+        if name not in self.stands_in:
+            yield
+            return
+        self._functions += 1
+        self.function, self.muted = (self._functions, name), self.muted + 1
+        try:
+            yield
+        finally:
+            self.function, self.muted = None, self.muted - 1
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -313,6 +330,23 @@ def compiled(function: Any) -> Any:
     return run
 
 
+def known_as(name: str) -> Callable[[Any], Any]:
+    """Makes what stands for a library's function: it counts as one call of that, by the name it is known by."""
+
+    def standing_in(function: Any) -> Any:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            counter = WorkCounter.current
+            if counter is None:
+                return function(*args, **kwargs)
+            with counter.called(name):
+                return function(*args, **kwargs)
+
+        return run
+
+    return standing_in
+
+
 def batched(function: Any) -> Any:
     """`torch.distributed.batch_isend_irecv`, whose messages NCCL is given together: one launch, of all of them."""
 
@@ -342,6 +376,9 @@ _OF_HOOK = "of_hook"
 COMPILED_CALL = "compiled_call"
 """Of call nodes in a call of something compiled: its number."""
 
+_FUNCTION = "function_call"
+"""Of call nodes in a call of a function that is known as a whole: its number and name."""
+
 _BATCH = "batch_of_messages"
 """Of call nodes of messages that go out together: the number of their batch."""
 
@@ -360,7 +397,6 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         self._made: Node | None = None
         self._stand_ins: dict[str, tuple[str, ...]] = {}
         self._attended: Any = None
-        self.stands_in: frozenset[str] = frozenset()
 
     def _standing_in(self, module: Any, args: Any) -> tuple[str, ...]:
         """Names under which a call of a layer is known that stands in for another one; () for all others."""
@@ -374,7 +410,7 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
                 shapes = [tensor.shape for tensor in _tensors(args)]
                 before, self._attended = self._attended, (module.attends, shapes)
                 names = _attending(module, anew=before != self._attended)
-            if self.stands_in.issuperset(names):
+            if self.counter.stands_in.issuperset(names):
                 return names
         return ()
 
@@ -487,6 +523,8 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         )
         if made is not None and self.counter.region:
             made.meta[COMPILED_CALL] = self.counter.region
+        if made is not None and self.counter.function:
+            made.meta[_FUNCTION] = self.counter.function
         if made is not None and type(node).__name__ == "AccumulateGrad":
             made.meta[_OF_HOOK] = True
         if made is not None and self.counter.batch:
@@ -508,9 +546,11 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         """Puts calls that count as a whole in place of what was counted in them.
 
         Of something compiled the first operator has the call, and the others are none: it is one kernel. Of a
-        layer that stands in for another one the first has the call, and each of the others still is a kernel.
+        layer or function that stands in for another one the first has the call, and each of the others still is
+        a kernel.
         """
         regions = {n.name: n.meta[COMPILED_CALL] for n in self.graph.nodes if COMPILED_CALL in n.meta}
+        functions = {n.name: n.meta[_FUNCTION] for n in self.graph.nodes if _FUNCTION in n.meta}
         begun: set[tuple[Any, ...]] = set()
         inside: tuple[Any, ...] = ()
         left = HostWork()
@@ -525,8 +565,12 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             )  # fmt: skip
             # A hook of a parameter is no part of the call that made its gradient.
             hook = _OF_HOOK in node.meta
-            region = node.meta.get(COMPILED_CALL) or (not hook and regions.get(node.meta.get(FORWARD_NODE, "")))
-            own = "" if hook else self._stand_in_of(node)
+            forward = "" if hook else node.meta.get(FORWARD_NODE, "")
+            region = node.meta.get(COMPILED_CALL) or regions.get(forward)
+            function = node.meta.get(_FUNCTION) or functions.get(forward)
+            own, names = ("", ()) if hook else self._stand_in_of(node)
+            if function:
+                own, names = str(function[0]), function[1:]
             if region:
                 call = (region, node.meta[PHASE])
                 if call in begun:
@@ -541,7 +585,7 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
                 if place == inside and _WITHIN in node.meta:  # its own Python, which the whole call has
                     outside = passed_on
                 phase = "backward" if node.meta[PHASE] == BACKWARD else "forward"
-                calls = tuple(f"{name}.{phase}" for name in self._stand_ins[own])
+                calls = tuple(f"{name}.{phase}" for name in names)
                 node.meta[WORK] = outside + HostWork(stood_in=() if place == inside else calls)
                 inside = place
             else:
@@ -560,12 +604,12 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             if leads is not node:
                 leads.meta[WORK] += node.meta.pop(WORK) + HostWork(light=True)
 
-    def _stand_in_of(self, node: Node) -> str:
-        """Path of the layer that stands in for another one and has the node; "" where none does."""
+    def _stand_in_of(self, node: Node) -> tuple[str, tuple[str, ...]]:
+        """Path of the layer that stands in for another one and has the node, and what its calls are known by."""
         path = str(node.meta[MODULE])
         while path and path not in self._stand_ins:
             path = path.rpartition(".")[0]
-        return path
+        return path, self._stand_ins.get(path, ())
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

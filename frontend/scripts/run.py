@@ -144,7 +144,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
             results=results,
         )  # fmt: skip
         if isinstance(recorder, CountingRecorder) and script.host is not None:
-            recorder.stands_in = script.host.stands_in
+            recorder.counter.stands_in = script.host.stands_in
         enter(patched(os, "_exit", _exit_as_sys))
         enter(replaced(torch, "compile", _left_out))
         enter(stand_ins.standing_in(recorder.note))

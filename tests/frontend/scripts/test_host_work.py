@@ -343,6 +343,57 @@ def test_messages_of_a_batch_go_out_as_one(tmp_path: Path, together: bool) -> No
     assert issued == len(messages) / (2 if together else 1)
 
 
+OF_A_LIBRARY = """
+import torch
+from torch import nn
+from echograph.frontend.scripts.host_work import known_as
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return (x * 2).relu()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient * 3).neg()
+
+@known_as("{name}")
+def twice(x):
+    for _ in range(1000): pass
+    return Twice.apply(x)
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return twice(self.linear(x))
+
+model = nn.Sequential(Layer(), Layer()).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(2, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_function_that_stands_in_counts_as_one_call_each_way(tmp_path: Path, known: bool) -> None:
+    name = "mamba_split_conv1d_scan_combined" if known else "unheard of"
+    path = tmp_path / "train.py"
+    path.write_text(OF_A_LIBRARY.format(name=name))
+    work = _work(_run(Script(path=path, host=load_units())))
+    calls = [(phase, call) for phase, _, _, of in work for call in of.stood_in]
+    one_each = [("forward", f"{name}.forward")] * 2 + [("backward", f"{name}.backward")] * 2
+    assert calls == (one_each if known else [])
+    # Each operator of it still is issued; what is in it, here a loop of 3,000 instructions, is in the whole.
+    issued = [target for _, _, target, _ in work if any(word in target for word in ("mul", "relu", "neg"))]
+    assert len(issued) == 8
+    assert (sum(of.instructions for *_, of in work) < 4_000) == known
+
+
 def attention(ranks: int = 1, mask: str = "causal", forks: bool = False) -> Any:
     return SimpleNamespace(ranks_around=ranks, attends=("self", mask), forks=forks)
 
