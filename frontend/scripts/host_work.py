@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,13 +48,15 @@ _STANDING_IN = tuple(
 _ENGINE = ("echograph.frontend.megatron.transformer_engine", "echograph.frontend.megatron.attention")
 # Variables of Transformer Engine by which Megatron-LM says which attention runs.
 _KERNELS = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN")
+_TORCH = Path(torch.__file__).parent
 _OWN = (
-    str(_FRONTEND),
+    str(_FRONTEND.parent),
     # What is done because a capture looks on: of fake tensors others are kept by weak references.
     weakref.__file__,
     *(
-        str(Path(torch.__file__).parent / name)
+        str(_TORCH / name)
         for name in (
+            "fx",  # what a capture is written as
             "overrides.py",
             "_subclasses",
             "_library",
@@ -63,6 +66,11 @@ _OWN = (
         )
     ),
 )
+
+
+# What anyone calls: the capture's, too, where the capture calls it.
+_STANDARD = sysconfig.get_path("stdlib")
+_HELPERS = tuple(str(_TORCH / "utils" / name) for name in ("_pytree.py", "weak.py"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +152,7 @@ class WorkCounter:
         self._depth = 0
         self._of_hooks = 0
         self._own: dict[CodeType, bool] = {}
+        self._helper: dict[CodeType, bool] = {}
 
     @property
     def entered_once(self) -> bool:
@@ -232,9 +241,16 @@ class WorkCounter:
         return found
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
-        if self._depth or event != "call" or self._is_own(frame.f_code):
+        if self._depth or event != "call" or self._is_own(frame.f_code) or self._helps_own(frame):
             return None
         return self._watch(frame)
+
+    def _helps_own(self, frame: FrameType) -> bool:
+        """Whether a helper was called by the capture's own code, or by a helper that was."""
+        caller = frame.f_back
+        if caller is None or not self._is_helper(frame.f_code):
+            return False
+        return self._is_own(caller.f_code) or (caller.f_trace is None and self._is_helper(caller.f_code))
 
     def _watch(self, frame: FrameType) -> Any:
         frame.f_trace_opcodes, frame.f_trace_lines, frame.f_trace = True, False, self._counted
@@ -250,6 +266,14 @@ class WorkCounter:
         if known is None:
             name = code.co_filename
             known = self._own[code] = name.startswith(_OWN) and not name.startswith(_STANDING_IN)
+        return known
+
+    def _is_helper(self, code: CodeType) -> bool:
+        known = self._helper.get(code)
+        if known is None:
+            name = code.co_filename
+            known = name.startswith(_HELPERS) or (name.startswith(_STANDARD) and "site-packages" not in name)
+            self._helper[code] = known
         return known
 
     def _hooks(self) -> int:

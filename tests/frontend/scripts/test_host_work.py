@@ -112,6 +112,27 @@ def test_a_script_s_own_python_counts_and_the_capture_s_does_not(run: ScriptRun,
     assert products == [0, 0, 0, 0]
 
 
+def test_what_the_capture_calls_of_others_does_not_count(tmp_path: Path) -> None:
+    """Where the host waits, the capture writes a node: torch.fx runs for it, not for the script."""
+    counts = [
+        sum(work.instructions for *_, work in _work(_run(_script(tmp_path, f"for _ in range(100): {what}"))))
+        for what in ("pass", "torch.cuda.synchronize()")
+    ]
+    assert counts[1] - counts[0] < 100 * 30
+
+
+def test_what_the_script_calls_of_the_standard_library_counts(tmp_path: Path) -> None:
+    begin = "from contextlib import contextmanager, nullcontext; none = contextmanager(lambda: iter([1]))"
+    inside = [
+        sum(
+            work.instructions
+            for *_, work in _work(_run(_script(tmp_path, f"{begin}; [{what} for _ in range(100)]")))
+        )
+        for what in ("none", "none().__enter__()")
+    ]
+    assert inside[1] - inside[0] > 100 * 20
+
+
 def test_modules_autograd_and_views_count(run: ScriptRun) -> None:
     forward = [work for phase, _, _, work in _work(run) if phase == "forward"]
     backward = [work for phase, _, _, work in _work(run) if phase == "backward"]
