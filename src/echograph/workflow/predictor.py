@@ -40,9 +40,17 @@ from echograph.workflow.shared import SharedSteps
 from echograph.workflow.system import System
 
 
-@lru_cache(1024)
-def _order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int) -> composed.PassOrder:
-    return composed.PassOrder.of(order(schedule, stage, stages, micro_batches, chunks))
+@lru_cache(64)
+def _order(schedule: str, stages: int, micro_batches: int, chunks: int) -> composed.PassOrder:
+    passes = [order(schedule, stage, stages, micro_batches, chunks) for stage in range(stages)]
+    return composed.PassOrder.of(passes, UPDATE)
+
+
+@lru_cache(64)
+def _alone(micro_batches: int) -> composed.PassOrder:
+    """The order without a pipeline, where what is called forward is a whole pass."""
+    passes: list[PassLabel] = [("forward", micro_batch, 0) for micro_batch in range(micro_batches)]
+    return composed.PassOrder.of([passes], UPDATE)
 
 
 class StepResult(Result):
@@ -89,7 +97,7 @@ class Predictor:
         self._resizable: dict[Hashable, tuple[Resizable, list[list[PassLabel]]]] = {}
         self._network = NetworkModel(system.cluster)
         self._costs: Known = {}
-        self._cuts: composed.KnownCuts = {}
+        self._layouts: composed.KnownLayouts = {}
 
     def predict(self, plan: Plan, *, memory: bool = True, interval: bool = True) -> Result:
         """Predicts one step under a plan.
@@ -155,7 +163,7 @@ class Predictor:
             return sent[key]
 
         whole = replace(sample, job=job)
-        picoseconds = composed.step_ps(whole, times.picoseconds, roles.issue, message, self._cuts)
+        picoseconds = composed.step_ps(whole, times.picoseconds, roles.issue, message, self._layouts)
         return self._result(plan, job, stack, picoseconds, sample.micro_batches)
 
     def _sample(self, step: StepGraph, rest: Sequence[Pass]) -> composed.Sample:
@@ -171,13 +179,13 @@ class Predictor:
             job, labels = self._replicated(alike, _like(step, first), data)
             places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
             count, chunks = first.micro_batches, first.chunks
-            orders = [_order(first.schedule, stage, first.stages, count, chunks) for stage in range(first.stages)]
+            order_of = _order(first.schedule, first.stages, count, chunks)
             stand_for = [places[stage] for stage in alike.stand_for]
         elif isinstance(first, DataParallel | FullyShard):
             count, chunks, stand_for = first.micro_batches, 1, [0]
             few = replace(first, micro_batches=min(count, DISTINCT_MICRO_BATCHES))
             job, labels = self._resized(step, None, structure(step), few)
-            orders = [composed.PassOrder.of([("forward", micro_batch, 0) for micro_batch in range(count)])]
+            order_of = _alone(count)
         else:
             raise composed.NotAlike("the job is not of a pipeline or of data parallelism alone")
         for one in others:
@@ -188,7 +196,7 @@ class Predictor:
             job=job,
             labels=labels,
             stand_for=stand_for,
-            orders=orders,
+            order=order_of,
             micro_batches=count,
             chunks=chunks,
             update=UPDATE,
