@@ -74,7 +74,7 @@ class PassOrder:
     """The passes of all stages, each stage's in order and its update behind them, as columns.
 
     Attributes:
-        kinds: names of the kinds of passes, the update's last.
+        kinds: names of the kinds of passes.
         at: int64 [stages + 1], where the passes of each stage begin.
         kind: int64, number of each pass's kind.
         micro_batch: int64; of an update that of the last pass.
@@ -95,16 +95,13 @@ class PassOrder:
             stages: the passes of each.
             update: what each does once they are done.
         """
-        kinds = dict.fromkeys(kind for passes in stages for kind, _, _ in passes)
-        number = {kind: n for n, kind in enumerate((*kinds, update[0]))}
-        last = max((micro_batch for passes in stages for _, micro_batch, _ in passes), default=0)
-        behind = number[update[0]], last, update[2]
-        columns = np.array(
-            [its for passes in stages for its in (*((number[k], m, c) for k, m, c in passes), behind)], np.int64
-        )
-        kind, micro_batch, chunk = columns.reshape(-1, 3).T.copy()
-        at = np.cumsum([0, *(len(passes) + 1 for passes in stages)])
-        return cls(kinds=tuple(number), at=at, kind=kind, micro_batch=micro_batch, chunk=chunk)
+        every = [its for passes in stages for its in (*passes, update)]
+        names, micro_batches, chunks = zip(*every, strict=True)
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(names))}
+        micro_batch, at = np.array(micro_batches, np.int64), np.cumsum([0, *(len(its) + 1 for its in stages)])
+        micro_batch[at[1:] - 1] = micro_batch.max()
+        kind, chunk = np.array([kinds[name] for name in names], np.int64), np.array(chunks, np.int64)
+        return cls(kinds=tuple(kinds), at=at, kind=kind, micro_batch=micro_batch, chunk=chunk)
 
 
 MessageTime = Callable[[int, int], int]
@@ -148,14 +145,14 @@ def step_ps(sample: Sample, device: Int64, host: Int64, message_ps: MessageTime,
 def _like(sample: Sample) -> Hashable:
     """What a layout depends on: the job's structure, how far messages go around in their groups, and the stages.
 
-    Of micro-batches it counts which differ, and whether a pass runs often (`ONCE`).
+    Of micro-batches it counts how many differ.
     """
-    job, count = sample.job, sample.micro_batches
+    job = sample.job
     messages = np.isin(job.ops.kind, MESSAGES)
     groups = np.unique(job.ops.group[messages]).tolist()
     return (
         structure(job), *(job.group_size(job.groups[number]) for number in groups), *map(tuple, sample.labels),
-        tuple(sample.stand_for), sample.chunks, sample.update, min(count, DISTINCT), count > ONCE,
+        tuple(sample.stand_for), sample.chunks, sample.update, min(sample.micro_batches, DISTINCT),
     )  # fmt: skip
 
 
@@ -432,7 +429,7 @@ def _pieces(sample: Sample, segments: SegmentedJob, matrices: _Matrices, number:
         raise NotAlike(f"pass {labels[again]} does not run in one go")
     of_pass = [labels[its] for its in run]
     meets = np.array([kind.rendezvous for kind in kinds], np.bool_)[sequence.kind]
-    first = _bounds(sample, segments, sequence, meets, begins, np.array([its[1] for its in of_pass])[piece])
+    first = _bounds(segments, sequence, meets, begins)
     end = np.append(first, len(piece))[1:]
     outputs = np.array([len(kind.outputs) for kind in kinds], np.int64)[sequence.kind[end - 1]]
     of_stretch = piece[first]
@@ -467,22 +464,13 @@ def _labels(sample: Sample, number: int, sequence: SegmentSequence) -> tuple[Int
     return np.array(of_call, np.int64)[call], list(numbers)
 
 
-def _bounds(
-    sample: Sample,
-    segments: SegmentedJob,
-    sequence: SegmentSequence,
-    meets: Bools,
-    begins: Bools,
-    micro_batch: Int64,
-) -> Int64:
+def _bounds(segments: SegmentedJob, sequence: SegmentSequence, meets: Bools, begins: Bools) -> Int64:
     """Where stretches begin: at rendezvous, at what waits and after what is waited for, and with each pass."""
     # An output that nobody waits for is none of the stretch's, so what has outputs ends one always.
     has = np.array([bool(kind.outputs or kind.inputs) for kind in segments.kinds], np.bool_)[sequence.kind]
     cuts = meets | has
     cuts[1:] |= cuts[:-1]
-    # Passes that run once or twice are quicker sent through their segments than through a product of them.
-    often = sample.micro_batches > ONCE
-    return np.flatnonzero(cuts | begins | (micro_batch != 1) | (not often))
+    return np.flatnonzero(cuts | begins)
 
 
 def _check_waits(sample: Sample, labels: Sequence[PassLabel], reader: Int64, of: Int64) -> None:
@@ -501,10 +489,6 @@ def _matrices_of(matrices: _Matrices, kind: Int64, first: Int64, end: Int64, mee
     for at in np.flatnonzero(~meets & (end - first > 1)).tolist():
         found[at] = matrices.of(tuple(kind[first[at] : end[at]].tolist()))
     return found
-
-
-ONCE = 8
-"""Up to so many micro-batches, passes are not worth a product of their matrices."""
 
 
 # -- a step of them -----------------------------------------------------------------------------------------------
@@ -613,7 +597,7 @@ class _Layout:
         row: int64 [stretches], row of the first operation.
         labels: of the passes of each program.
         first_piece: number of each program's first pass.
-        program: of each stretch.
+        meetings: of each program, its stretches that are rendezvous, their rows, each once, and which each has.
         slots: of each pass, how many outputs others wait for.
         names: of passes that others wait for, by kind and chunk.
         pairs: of each rendezvous after all passes, how many take part.
@@ -627,7 +611,7 @@ class _Layout:
     row: Int64
     labels: list[list[PassLabel]]
     first_piece: list[int]
-    program: Int64
+    meetings: list[tuple[Int64, Int64, Int64]]
     slots: Int64
     names: dict[tuple[str, int], int]
     pairs: Int64
@@ -694,12 +678,18 @@ class _LayoutWriter:
             row=self.row,
             labels=[its.labels for its in pieces],
             first_piece=np.cumsum([0, *(len(its.labels) for its in pieces)]).tolist(),
-            program=program,
+            meetings=[self._meeting(matrix, program == number) for number in range(len(pieces))],
             slots=np.concatenate([its.slots for its in pieces]),
             names=self.names,
             pairs=pairs,
             columns=columns,
         )
+
+    def _meeting(self, matrix: Int64, mine: Bools) -> tuple[Int64, Int64, Int64]:
+        """Rendezvous of a program: of its stretches these, and their rows."""
+        stretches = np.flatnonzero(mine & (matrix == NONE))
+        rows, which = np.unique(self.row[stretches], return_inverse=True)
+        return stretches, rows, which.ravel()
 
     def _edges(self, stretches: int) -> dict[str, Int64]:
         """What each stretch waits for."""
@@ -846,18 +836,14 @@ def _passes(sample: Sample, layout: _Layout) -> dict[str, Int64]:
 
 def _takes(sample: Sample, layout: _Layout, device: Int64, message_ps: MessageTime) -> Int64:
     """[stages, stretches] What each rendezvous takes at each stage."""
-    kinds = sample.job.ops.kind
     takes = np.zeros((len(sample.stand_for), len(layout.row)), np.int64)
-    meeting = np.flatnonzero(layout.columns["matrix"] == NONE)
-    program, rows = layout.program[meeting], layout.row[meeting]
-    for stage, stands in enumerate(sample.stand_for):
-        mine = program == stands
-        its, where = np.unique(rows[mine], return_inverse=True)
-        times = [
-            message_ps(row, stage) if kind in MESSAGES else time
-            for row, kind, time in zip(its.tolist(), kinds[its].tolist(), device[its].tolist(), strict=True)
-        ]
-        takes[stage, meeting[mine]] = np.array(times, np.int64)[where.ravel()]
+    for program, (stretches, rows, which) in enumerate(layout.meetings):
+        stages = np.flatnonzero(np.array(sample.stand_for, np.int64) == program)
+        times = np.repeat(device[rows][None], len(stages), axis=0)
+        for at in np.flatnonzero(np.isin(sample.job.ops.kind[rows], MESSAGES)).tolist():
+            row = int(rows[at])
+            times[:, at] = [message_ps(row, stage) for stage in stages.tolist()]
+        takes[np.ix_(stages, stretches)] = times[:, which]
     return takes
 
 

@@ -27,7 +27,7 @@ from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, Stage
 from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.passes.rewrite import UPDATE, PassLabel
 from echograph.ir.structure import Resizable, at_rest, structure
-from echograph.profiler.costs.estimate import Known
+from echograph.profiler.costs.estimate import KnownCosts
 from echograph.simulator.durations import NetworkModel, message_ps
 from echograph.simulator.engine import composed
 from echograph.simulator.result import Result
@@ -96,7 +96,7 @@ class Predictor:
         self._replicas: dict[Hashable, tuple[ReplicasAlike, ...]] = {}
         self._resizable: dict[Hashable, tuple[Resizable, list[list[PassLabel]]]] = {}
         self._network = NetworkModel(system.cluster)
-        self._costs: Known = {}
+        self._costs = KnownCosts()
         self._layouts: composed.KnownLayouts = {}
 
     def predict(self, plan: Plan, *, memory: bool = True, interval: bool = True) -> Result:
@@ -152,14 +152,16 @@ class Predictor:
         job, times = roles.job, roles.times
 
         sent: dict[tuple[int, ...], int] = {}
+        columns = job.ops.group, job.ops.peer, job.ops.nbytes
+        about = cache(lambda row: tuple(int(column[row]) for column in columns))
+        places = [replace(job.programs[0], coordinates={"pp": stage}) for stage in range(len(sample.stand_for))]
 
         def message(row: int, stage: int) -> int:
             if row not in times.algorithm:
                 return int(times.picoseconds[row])
-            key = stage, *(int(column[row]) for column in (job.ops.group, job.ops.peer, job.ops.nbytes))
+            key = stage, *about(row)
             if key not in sent:
-                program = replace(job.programs[0], coordinates={"pp": stage})
-                sent[key] = message_ps(job, self._network, row, program)
+                sent[key] = message_ps(job, self._network, row, places[stage])
             return sent[key]
 
         whole = replace(sample, job=job)
@@ -280,13 +282,19 @@ class Predictor:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without looking for cycles, which goes through all that is kept each time that a pass made many objects."""
+    """Without looking for cycles, which goes through all that is kept each time that a pass made many objects.
+
+    What was made counts as old then, so it is looked through when all objects are, and not before.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
