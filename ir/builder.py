@@ -203,17 +203,15 @@ class GraphBuilder:
         sharded: Iterable[str] = (),
     ) -> int:
         """Adds a tensor to the open block; returns its index. The fields are those of `types.Tensor`."""
-        return self.tensor_row(
-            {
-                "name": self.string(name),
-                "shape": shape,
-                "dtype": dtype,
-                "role": role,
-                "alias_of": NONE if alias_of is None else alias_of,
-                "port": port,
-                "sharded": [self.string(text) for text in sharded],
-            }
-        )
+        plain, ragged = self._t, self._t_ragged
+        plain["name"].items.append(self.string(name))
+        ragged["shape"].append(shape)
+        plain["dtype"].items.append(dtype)
+        plain["role"].items.append(role)
+        plain["alias_of"].items.append(NONE if alias_of is None else alias_of)
+        plain["port"].items.append(port)
+        ragged["sharded"].append([self.string(text) for text in sharded])
+        return len(plain["name"].items) - 1
 
     def tensors(
         self,

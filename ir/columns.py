@@ -8,8 +8,8 @@ offsets and an array of values, as in a compressed sparse row matrix. All arrays
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum, auto
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints, overload
@@ -30,12 +30,17 @@ Float64 = npt.NDArray[np.float64]
 NONE = -1
 
 
+MOST_LISTED = 1 << 16
+"""Values of a column up to which Python's own stand beside it, once a row was asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """Rows of differing length: row i is `values[offsets[i]:offsets[i + 1]]`."""
 
     offsets: Int64
     values: Any
+    _lists: tuple[list[int], list[int]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __getitem__(self, row: int) -> Any:
         return self.values[self.offsets[row] : self.offsets[row + 1]]
@@ -43,7 +48,13 @@ class Ragged:
     def row(self, row: int) -> tuple[int, ...]:
         """Row as a tuple of Python integers."""
         # Numbers of numpy's are slow to slice by, and rows are read by the hundred thousand.
-        return tuple(self.values[self.offsets.item(row) : self.offsets.item(row + 1)].tolist())
+        if self._lists is None:
+            if len(self.values) > MOST_LISTED:
+                return tuple(self.values[self.offsets.item(row) : self.offsets.item(row + 1)].tolist())
+            object.__setattr__(self, "_lists", (self.offsets.tolist(), self.values.tolist()))
+        assert self._lists is not None
+        offsets, values = self._lists
+        return tuple(values[offsets[row] : offsets[row + 1]])
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -104,6 +115,7 @@ def _columns(table: type) -> dict[str, Column]:
 
 _DTYPES = {int(dtype): dtype for dtype in t.DType}
 _ROLES = {int(role): role for role in t.TensorRole}
+_PHASES = {int(phase): phase for phase in t.Phase}
 
 
 def distinct(values: npt.ArrayLike) -> Int64:
@@ -161,8 +173,8 @@ def equal_rows(values: Int64) -> EqualRows:
 
 
 def _freeze(table: object) -> None:
-    for field in fields(table):  # type: ignore[arg-type]
-        value = getattr(table, field.name)
+    for its in fields(table):  # type: ignore[arg-type]
+        value = getattr(table, its.name)
         arrays = (value.offsets, value.values) if isinstance(value, Ragged) else (value,)
         for array in arrays:
             if isinstance(array, np.ndarray):
@@ -289,7 +301,7 @@ class OpTable(Sequence[t.Op]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         row = range(len(self))[index]
-        return _MAKERS[t.OpKind(int(self.kind[row]))](self, row)
+        return _MAKERS[self.kind.item(row)](self, row)
 
     def __iter__(self) -> Iterator[t.Op]:
         return (self[i] for i in range(len(self)))
@@ -333,6 +345,8 @@ class OpTable(Sequence[t.Op]):
 
     def durations_of(self, row: int) -> tuple[t.Duration, ...]:
         """What is known of the time of one operation."""
+        if not len(self.duration.values):
+            return ()
         span = range(int(self.duration.offsets[row]), int(self.duration.offsets[row + 1]))
         return tuple(
             t.Duration(
@@ -365,27 +379,27 @@ TENSOR_COLUMNS, OP_COLUMNS = _columns(TensorTable), _columns(OpTable)
 def _common(ops: OpTable, row: int) -> dict[str, Any]:
     return {
         "id": row,
-        "name": ops.strings[ops.name[row]],
-        "phase": t.Phase(int(ops.phase[row])),
-        "module": ops.strings[ops.module[row]],
+        "name": ops.strings[ops.name.item(row)],
+        "phase": _PHASES[ops.phase.item(row)],
+        "module": ops.strings[ops.module.item(row)],
         "inputs": ops.inputs.row(row),
         "outputs": ops.outputs.row(row),
-        "stream": int(ops.stream[row]),
+        "stream": ops.stream.item(row),
         "deps": ops.deps.row(row),
         "durations": ops.durations_of(row),
     }
 
 
 def _compute(ops: OpTable, row: int) -> t.Op:
-    forward, attributes = int(ops.forward_op[row]), int(ops.attributes[row])
+    forward, attributes = ops.forward_op.item(row), ops.attributes.item(row)
     return t.Compute(
         **_common(ops, row),
         forward_op=None if forward == NONE else forward,
-        flops=int(ops.flops[row]),
-        bytes_read=int(ops.bytes_read[row]),
-        bytes_written=int(ops.bytes_written[row]),
+        flops=ops.flops.item(row),
+        bytes_read=ops.bytes_read.item(row),
+        bytes_written=ops.bytes_written.item(row),
         attributes=None if attributes == NONE else ops.attribute_values[attributes],
-        arguments=ops.strings[ops.arguments[row]],
+        arguments=ops.strings[ops.arguments.item(row)],
     )
 
 
@@ -425,7 +439,7 @@ def _host(ops: OpTable, row: int) -> t.Op:
     return t.Host(**_common(ops, row))
 
 
-_MAKERS = {
+_MAKERS: dict[int, Callable[[OpTable, int], t.Op]] = {
     t.OpKind.COMPUTE: _compute,
     t.OpKind.COLLECTIVE: _collective,
     t.OpKind.SEND: _point_to_point,

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from itertools import chain
 from math import prod
-from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -363,16 +362,25 @@ class Graph:
 
     def tensor_id(self, block: int, instance: int, index: int) -> int:
         """The id that a tensor of the table has in one instance of its block, ports resolved."""
-        position = int(self.local_position[index])
+        position = self.local_position.item(index)
         if position == NONE:
-            return self.blocks[block].instances[instance].bindings[int(self.port_position[index])]
+            return self.blocks[block].instances[instance].bindings[self.port_position.item(index)]
         base, count = self.tensor_bases[block]
         return base + instance * count + position
 
     def locate_tensor(self, tensor_id: int) -> tuple[int, int, int]:
         """(block, instance, table index) of a tensor id: the inverse of `tensor_id`."""
-        number, instance, position = _locate(self.tensor_bases, self.blocks, tensor_id, "tensor")
+        bases = self._tensor_starts, self.tensor_bases
+        number, instance, position = _locate(*bases, self.blocks, tensor_id, "tensor")
         return number, instance, self._own_tensors[number][position]
+
+    @cached_property
+    def _tensor_starts(self) -> list[int]:
+        return [start for start, _ in self.tensor_bases]
+
+    @cached_property
+    def _op_starts(self) -> list[int]:
+        return [start for start, _ in self.op_bases]
 
     @cached_property
     def _own_tensors(self) -> tuple[list[int], ...]:
@@ -396,15 +404,15 @@ class Graph:
 
     def locate_op(self, op_id: int) -> tuple[int, int, int]:
         """(block, instance, table index) of an operation id."""
-        number, instance, position = _locate(self.op_bases, self.blocks, op_id, "operation")
+        number, instance, position = _locate(self._op_starts, self.op_bases, self.blocks, op_id, "operation")
         return number, instance, self.blocks[number].ops.start + position
 
 
 def _locate(
-    bases: Sequence[tuple[int, int]], blocks: Sequence[Block], identity: int, what: str
+    starts: Sequence[int], bases: Sequence[tuple[int, int]], blocks: Sequence[Block], identity: int, what: str
 ) -> tuple[int, int, int]:
-    """(block, instance, position among the block's own) of an id."""
-    number = bisect_right(bases, identity, key=itemgetter(0)) - 1
+    """(block, instance, position among the block's own) of an id; `starts` are the first of each of the bases."""
+    number = bisect_right(starts, identity) - 1
     base, count = bases[number] if number >= 0 else (0, 0)
     if not 0 <= identity - base < count * len(blocks[number].instances):
         raise IndexError(f"no {what} has the id {identity}")

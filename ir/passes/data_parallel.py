@@ -91,6 +91,7 @@ from echograph.ir.passes.rewrite import (
 )
 from echograph.ir.structure import Resizable, Sized
 
+_ROLES = {int(role): role for role in t.TensorRole}
 PERSISTENT = (t.TensorRole.PARAMETER, t.TensorRole.GRADIENT, t.TensorRole.OPTIMIZER_STATE)
 
 
@@ -169,7 +170,7 @@ class Division:
 
     def role(self, row: int) -> t.TensorRole:
         """The role of a tensor; a final gradient is one, also where a capture took it for an activation's."""
-        return t.TensorRole.GRADIENT if row in self.gradients else t.TensorRole(int(self.graph.tensors.role[row]))
+        return t.TensorRole.GRADIENT if row in self.gradients else _ROLES[self.graph.tensors.roles[row]]
 
     def of_optimizer(self, row: int) -> bool:
         """Whether an operation of the optimizer makes a tensor's value."""

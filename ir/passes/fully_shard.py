@@ -125,7 +125,7 @@ class UnitSchedule:
         if (block, begin, end) not in self._cuts:
             runs: list[tuple[t.Phase, int, int, int]] = []
             for op in range(begin, end):
-                phase, unit = phase_of(int(self.graph.ops.phase[op])), self.units.of_op(block, op)
+                phase, unit = phase_of(self.graph.ops.phases[op]), self.units.of_op(block, op)
                 start = runs.pop()[2] if runs and runs[-1][:2] == (phase, unit) else op
                 runs.append((phase, unit, start, op + 1))
             self._cuts[block, begin, end] = runs
@@ -287,8 +287,11 @@ class Unit:
 
 def phase_of(phase: int) -> t.Phase:
     """Recomputation belongs to the backward pass, and what is not named to the forward pass."""
-    named = {t.Phase.RECOMPUTE: t.Phase.BACKWARD, t.Phase.OTHER: t.Phase.FORWARD}
-    return named.get(t.Phase(phase), t.Phase(phase))
+    return _PHASE_OF[phase]
+
+
+_PHASE_OF = {int(phase): phase for phase in t.Phase}
+_PHASE_OF |= {int(t.Phase.RECOMPUTE): t.Phase.BACKWARD, int(t.Phase.OTHER): t.Phase.FORWARD}
 
 
 class Units:
@@ -563,7 +566,7 @@ class UnitBlock(ShardedBlock):
 
     def phase(self, row: int) -> t.Phase:
         """The phase of an operation."""
-        return phase_of(int(self.graph.ops.phase[row]))
+        return phase_of(self.graph.ops.phases[row])
 
     def variant(self, row: int, phase: t.Phase) -> t.Phase:
         """Which of its tensors an old one is in a phase."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from echograph.ir.passes.fuse import DRAWS
 from echograph.ir.passes.kernels import PADDED
 from echograph.ir.types import (
     Attention,
+    Attributes,
     Compute,
     Convolution,
     Copy,
@@ -139,12 +140,82 @@ class PowerDraw(NamedTuple):
     flops: float = 0.0
 
 
-Known = dict[Hashable, tuple[CostEstimate, PowerDraw]]
-"""Costs of operations on one device, by what they depend on."""
+class KnownCosts:
+    """Costs of operations on one device, each asked for once, however many graphs have it.
+
+    Names, attributes and types of tensors have a number each that holds for all graphs: operations cost alike
+    whose rows of such numbers are equal.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, int] = {}
+        self._attributes: dict[Attributes, int] = {}
+        self._types: dict[bytes, int] = {}
+        self._numbers: dict[CostKey, int] = {}
+        self._costs: list[tuple[CostEstimate, PowerDraw]] = []
+
+    def of(
+        self, graph: Graph, rows: Int64, device: DeviceProfile
+    ) -> tuple[list[tuple[CostEstimate, PowerDraw]], Int64]:
+        """What operations of a graph cost, and the peaks that their tensor cores work at.
+
+        Returns:
+            Those that differ, and for each operation which it is.
+
+        Raises:
+            GraphError: one takes longer than the clock counts, or its operands contradict each other.
+        """
+        numbers, known = np.empty(len(rows), np.int64), self._numbers
+        for at, (row, key) in enumerate(zip(rows.tolist(), self.keys(graph, rows), strict=True)):
+            number = known.get(key)
+            if number is None:
+                self._costs.append(_asked(graph, row, device))
+                number = known[key] = len(self._costs) - 1
+            numbers[at] = number
+        found, which = np.unique(numbers, return_inverse=True)
+        return [self._costs[number] for number in found.tolist()], which.ravel()
+
+    def keys(self, graph: Graph, rows: Int64) -> list[CostKey]:
+        """What the cost of each of some operations depends on, as it stands in memory."""
+        ops = graph.ops
+        names = _renumbered(ops.name[rows], ops.strings, self._names)
+        attributes = _renumbered(ops.attributes[rows], ops.attribute_values, self._attributes)
+        sizes = ops.flops, ops.bytes_read, ops.bytes_written, ops.nbytes
+        columns = _in_memory([names, attributes, *(column[rows] for column in (ops.kind, ops.phase, *sizes))])
+        type_of, sides = self._type_of(graph.tensors), []
+        for side in (ops.inputs, ops.outputs):
+            held = type_of[side.values].tobytes()
+            begin, end = ((side.offsets[at] * type_of.itemsize).tolist() for at in (rows, rows + 1))
+            sides.append([held[low:high] for low, high in zip(begin, end, strict=True)])
+        return list(zip(columns, *sides, strict=True))
+
+    def _type_of(self, tensors: TensorTable) -> Int64:
+        """For every tensor the number of its type: data type and extents."""
+        shape, lengths = tensors.shape, tensors.shape.lengths
+        width = max(int(lengths.max(initial=0)), USUAL_DIMS)
+        extents = np.full((width, len(tensors)), NONE, np.int64)
+        extents[np.arange(len(shape.values)) - np.repeat(shape.offsets[:-1], lengths), shape.rows] = shape.values
+        types = self._types
+        keys = _in_memory([tensors.dtype, lengths, *extents])
+        return np.array([types.setdefault(key, len(types)) for key in keys], np.int64)
+
+
+CostKey = tuple[bytes, bytes, bytes]
+"""An operation's columns, and the types of what it reads and makes."""
+USUAL_DIMS = 8
+"""Extents that the key of a tensor's type has at least, so that those of different graphs are equal."""
+_Value = TypeVar("_Value")
+
+
+def _renumbered(column: npt.NDArray[Any], values: Sequence[_Value], numbers: dict[_Value, int]) -> Int64:
+    """A column of numbers of a graph's values in numbers that hold for all graphs; -1 is none."""
+    found, which = np.unique(column, return_inverse=True)
+    new = [NONE if at == NONE else numbers.setdefault(values[at], len(numbers)) for at in found.tolist()]
+    return np.array(new, np.int64)[which.ravel()]
 
 
 def estimate(
-    graph: Graph, device: DeviceProfile, slower: float = 1.0, known_costs: Known | None = None
+    graph: Graph, device: DeviceProfile, slower: float = 1.0, known_costs: KnownCosts | None = None
 ) -> Annotate:
     """Durations of the device operations of a graph, to be put on it; views and host work get none.
 
@@ -166,11 +237,8 @@ def estimate(
     known, _, _ = graph.ops.duration_on(device.name)
     known[graph.ops.duration.rows[graph.ops.duration_source == Source.IMPORTED]] = 0
     works = np.isin(graph.ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~graph.ops.is_view & (known == NONE)
-    rows = np.flatnonzero(works).tolist()
-    costs = {} if known_costs is None else known_costs
-    alike, number_of = _alike(graph, rows)
-    found = [_known(graph, row, what, device, costs) for row, what in alike]
-    at = np.asarray(rows, np.int64)
+    at = np.flatnonzero(works)
+    found, number_of = (KnownCosts() if known_costs is None else known_costs).of(graph, at, device)
     picoseconds[at] = np.array([to_ps(float(cost.seconds)) for cost, _ in found], np.int64)[number_of]
     fitted = [Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL for cost, _ in found]
     source[at] = np.array(fitted, np.uint8)[number_of]
@@ -182,40 +250,19 @@ def estimate(
     return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
 
 
-def _alike(graph: Graph, rows: list[int]) -> tuple[list[tuple[int, Hashable]], Int64]:
-    """Operations that differ in what their cost depends on, with that, and for each operation which it is like."""
-    numbers: dict[CostKey, int] = {}
-    signatures, type_of, types = _signatures(graph, rows)
-    number_of = [numbers.setdefault(key, len(numbers)) for key in signatures]
-    first = dict(zip(reversed(number_of), reversed(rows), strict=True))
-    ops, values = graph.ops, (*graph.ops.attribute_values, None)  # none is -1, the last
-    found = list[tuple[int, Hashable]]()
-    for number in range(len(numbers)):
-        row = first[number]
-        sides = tuple(tuple(types[type_of.item(i)] for i in side.row(row)) for side in (ops.inputs, ops.outputs))
-        sizes = (column.item(row) for column in (ops.flops, ops.bytes_read, ops.bytes_written, ops.nbytes))
-        name, attributes = ops.strings[ops.name.item(row)], values[ops.attributes.item(row)]
-        found.append((row, (ops.kind.item(row), name, ops.phase.item(row), attributes, *sizes, sides)))
-    return found, np.array(number_of, np.int64)
-
-
-def _known(
-    graph: Graph, row: int, what: Hashable, device: DeviceProfile, costs: Known
-) -> tuple[CostEstimate, PowerDraw]:
-    """What an operation costs, and the peak that its tensor cores work at, asked for where it is not known.
+def _asked(graph: Graph, row: int, device: DeviceProfile) -> tuple[CostEstimate, PowerDraw]:
+    """What an operation costs, and the peak that its tensor cores work at.
 
     Raises:
         GraphError: it takes longer than the clock counts, or its operands contradict each other.
     """
-    if what not in costs:
-        op = graph.ops[row]
-        assert isinstance(op, Compute | Copy)
-        operands = [graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]
-        costs[what] = cost_of(op, operands, device), _core(op, operands, device)
-    if not float(costs[what][0].seconds) < LONGEST_S:
-        name = graph.strings[graph.ops.name[row]]
-        raise GraphError(f"operation {name}: would take over {LONGEST_S / 86400:.0f} days on {device.name}")
-    return costs[what]
+    op = graph.ops[row]
+    assert isinstance(op, Compute | Copy)
+    operands = [graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]
+    cost = cost_of(op, operands, device)
+    if not float(cost.seconds) < LONGEST_S:
+        raise GraphError(f"operation {op.name}: would take over {LONGEST_S / 86400:.0f} days on {device.name}")
+    return cost, _core(op, operands, device)
 
 
 def _sustained(
@@ -304,7 +351,7 @@ def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
     rows = np.flatnonzero(np.isin(ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~ops.is_view)
     memo: dict[Hashable, PowerDraw] = {}
     per_flop, cores = np.zeros(len(rows)), list[PowerDraw]()
-    for at, (row, key) in enumerate(zip(rows.tolist(), _signatures(job, rows.tolist())[0], strict=True)):
+    for at, (row, key) in enumerate(zip(rows.tolist(), KnownCosts().keys(job, rows), strict=True)):
         if key not in memo:
             op = job.ops[row]
             assert isinstance(op, Compute | Copy)
@@ -349,38 +396,6 @@ def _core(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> PowerD
 
 def _query_key_value(op: Compute, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     return inputs[1:4] if "backward" in op.name else inputs[:3]
-
-
-CostKey = tuple[bytes, bytes, bytes]
-
-
-def _signatures(graph: Graph, rows: list[int]) -> tuple[list[CostKey], Int64, list[Hashable]]:
-    """Of each operation what its cost depends on, read off the columns: equal ones are costed once.
-
-    Returns:
-        Of each operation its columns and the types of its operands, as they stand in memory; the number of every
-        tensor's type; and the types, data type and extents, by number.
-    """
-    ops, (type_of, types) = graph.ops, _types(graph.tensors)
-    columns = (ops.kind, ops.name, ops.phase, ops.attributes, ops.bytes_read, ops.bytes_written, ops.nbytes)
-    found = _in_memory([column[rows] for column in columns])
-    sides = []
-    for side in (ops.inputs, ops.outputs):
-        held, ends = type_of[side.values].tobytes(), (side.offsets * type_of.itemsize).tolist()
-        sides.append([held[ends[row] : ends[row + 1]] for row in rows])
-    return list(zip(found, *sides, strict=True)), type_of, types
-
-
-def _types(tensors: TensorTable) -> tuple[Int64, list[Hashable]]:
-    """For every tensor the number of its type, and the types: data type and extents."""
-    shape, lengths = tensors.shape, tensors.shape.lengths
-    extents = np.full((int(lengths.max(initial=0)), len(tensors)), NONE, np.int64)
-    extents[np.arange(len(shape.values)) - np.repeat(shape.offsets[:-1], lengths), shape.rows] = shape.values
-    numbers: dict[bytes, int] = {}
-    keys = _in_memory([tensors.dtype, lengths, *extents])
-    type_of = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
-    first = np.unique(type_of, return_index=True)[1].tolist()
-    return type_of, [(tensors.dtype.item(row), *shape.row(row)) for row in first]
 
 
 def _in_memory(columns: Sequence[npt.NDArray[Any]]) -> list[bytes]:

@@ -6,14 +6,18 @@ micro-batches between the first and the last, have the same rows. So these are c
 which each distinct pass stands once (`Sample`), and a step is a list of them for every stage, in the order of its
 schedule: only clocks go through all of them, and messages keep the times that the places of their stages say.
 
+What such a job is cut into, and what waits for what, does not depend on how long anything takes (`_Layout`): it is
+worked out once for all jobs of one structure. Of each step there are left the constants of its segments and the
+clocks, both loops that are compiled.
+
 What cannot be put together so, as a pass that waits for one of another micro-batch, is refused (`NotAlike`), and
 then the whole job has to be simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -28,12 +32,10 @@ from echograph.simulator.engine.segments import (
     LONGEST_PS,
     NEVER,
     UNKNOWN,
-    RowTimes,
     SegmentedJob,
     SegmentKind,
     SegmentSequence,
     cut,
-    work_of,
 )
 from echograph.simulator.groups import occurrences
 
@@ -52,7 +54,7 @@ class Sample:
         job: a program for each distinct stage, over as many micro-batches as differ, pass by pass.
         labels: for each program, the pass that each of its calls is of.
         stand_for: for every stage of the step, the program of the stage that stands for it.
-        orders: for every stage, its passes in order.
+        order: the passes of all stages.
         micro_batches: of the step.
         chunks: of each stage.
         update: the label of what is done once all passes are.
@@ -61,7 +63,7 @@ class Sample:
     job: JobGraph
     labels: Sequence[Sequence[PassLabel]]
     stand_for: Sequence[int]
-    orders: Sequence[PassOrder]
+    order: PassOrder
     micro_batches: int
     chunks: int
     update: PassLabel
@@ -69,40 +71,50 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassOrder:
-    """The passes of a stage in order, as columns.
+    """The passes of all stages, each stage's in order and its update behind them, as columns.
 
     Attributes:
         kinds: names of the kinds of passes.
+        at: int64 [stages + 1], where the passes of each stage begin.
         kind: int64, number of each pass's kind.
-        micro_batch: int64.
+        micro_batch: int64; of an update that of the last pass.
         chunk: int64.
     """
 
     kinds: tuple[str, ...]
+    at: Int64
     kind: Int64
     micro_batch: Int64
     chunk: Int64
 
     @classmethod
-    def of(cls, passes: Sequence[PassLabel]) -> PassOrder:
-        """The columns of passes."""
-        kinds = tuple(dict.fromkeys(kind for kind, _, _ in passes))
-        columns = np.array([(kinds.index(kind), m, chunk) for kind, m, chunk in passes], np.int64)
-        kind, micro_batch, chunk = columns.reshape(-1, 3).T
-        return cls(kinds=kinds, kind=kind, micro_batch=micro_batch, chunk=chunk)
+    def of(cls, stages: Sequence[Sequence[PassLabel]], update: PassLabel) -> PassOrder:
+        """The columns of passes.
+
+        Args:
+            stages: the passes of each.
+            update: what each does once they are done.
+        """
+        every = [its for passes in stages for its in (*passes, update)]
+        names, micro_batches, chunks = zip(*every, strict=True)
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(names))}
+        micro_batch, at = np.array(micro_batches, np.int64), np.cumsum([0, *(len(its) + 1 for its in stages)])
+        micro_batch[at[1:] - 1] = micro_batch.max()
+        kind, chunk = np.array([kinds[name] for name in names], np.int64), np.array(chunks, np.int64)
+        return cls(kinds=tuple(kinds), at=at, kind=kind, micro_batch=micro_batch, chunk=chunk)
 
 
 MessageTime = Callable[[int, int], int]
 """Picoseconds of a message, by its row of the operation table and its stage."""
 
 
-MOST_CUTS = 256
-"""What so many jobs are cut into is kept, some hundred kilobytes each."""
-KnownCuts = dict[Hashable, SegmentedJob | None]
-"""What jobs are cut into, by what that depends on."""
+MOST_LAYOUTS = 256
+"""So many layouts are kept, some hundred kilobytes each."""
+KnownLayouts = dict[Hashable, "_Layout | NotAlike"]
+"""Layouts, or why there is none, by what they depend on."""
 
 
-def step_ps(sample: Sample, device: Int64, host: Int64, message_ps: MessageTime, known: KnownCuts) -> int:
+def step_ps(sample: Sample, device: Int64, host: Int64, message_ps: MessageTime, known: KnownLayouts) -> int:
     """When the step ends, picoseconds.
 
     Args:
@@ -110,29 +122,38 @@ def step_ps(sample: Sample, device: Int64, host: Int64, message_ps: MessageTime,
         device: int64 [rows], picoseconds on the device.
         host: int64 [rows], picoseconds that the host takes.
         message_ps: what a message takes.
-        known: what samples before were cut into; gets this one's.
+        known: layouts of samples before; gets this one's.
 
     Raises:
         NotAlike: the step cannot be put together from the sample.
     """
-    like = _like(sample.job)
-    if like not in known:
-        if len(known) >= MOST_CUTS:
+    like = _like(sample)
+    layout = known.get(like)
+    if layout is None:
+        if len(known) >= MOST_LAYOUTS:
             del known[next(iter(known))]
-        known[like] = cut(sample.job)
-    segments = known[like]
-    if segments is None:
-        raise NotAlike("runs of the same operations do not wait alike")
+        try:
+            layout = known[like] = _layout(sample)
+        except NotAlike as error:
+            layout = known[like] = error
+    if isinstance(layout, NotAlike):
+        raise NotAlike(*layout.args)
     _check_length(sample, device, host)
-    work = work_of(sample.job, device[:, None], host[:, None])
-    return _Step(sample, segments, work, message_ps).run()
+    return _run(sample, layout, np.where(layout.hosts, 0, device), host, message_ps)
 
 
-def _like(job: JobGraph) -> Hashable:
-    """What a job is cut by: its structure, and how far messages go around in their groups."""
+def _like(sample: Sample) -> Hashable:
+    """What a layout depends on: the job's structure, how far messages go around in their groups, and the stages.
+
+    Of micro-batches it counts how many differ.
+    """
+    job = sample.job
     messages = np.isin(job.ops.kind, MESSAGES)
     groups = np.unique(job.ops.group[messages]).tolist()
-    return structure(job), *(job.group_size(job.groups[number]) for number in groups)
+    return (
+        structure(job), *(job.group_size(job.groups[number]) for number in groups), *map(tuple, sample.labels),
+        tuple(sample.stand_for), sample.chunks, sample.update, min(sample.micro_batches, DISTINCT),
+    )  # fmt: skip
 
 
 def _check_length(sample: Sample, device: Int64, host: Int64) -> None:
@@ -143,100 +164,220 @@ def _check_length(sample: Sample, device: Int64, host: Int64) -> None:
         raise NotAlike("the step may be too long for its constants")
 
 
-# -- the passes that differ ---------------------------------------------------------------------------------------
+DISTINCT = 3
+"""Micro-batches that differ: the first, those amid others, and the last."""
+
+# -- constants ----------------------------------------------------------------------------------------------------
+
+
+class KindColumns(NamedTuple):
+    """The kinds of segments, as columns. Rendezvous have no operations here.
+
+    Attributes:
+        row: of each kind, the row of its first operation.
+        op_at: where the operations of each kind begin in the columns of operations.
+        own: of each operation, number of its lane among those of its kind.
+        port: of each operation, the entry at which it waits for another segment; -1 for none.
+        pairs: of each operation, whether it starts together with the one behind it.
+        waits_at: of each operation, where those that it waits for begin.
+        waits: operations of the same kind that are waited for.
+        exits_at: of each kind, where its outputs begin.
+        exits: operations that others wait for.
+    """
+
+    row: Int64
+    op_at: Int64
+    own: Int64
+    port: Int64
+    pairs: Bools
+    waits_at: Int64
+    waits: Int64
+    exits_at: Int64
+    exits: Int64
+
+
+class MatrixColumns(NamedTuple):
+    """The matrices: one of each kind of segment, then those of kinds that follow each other.
+
+    Attributes:
+        lanes: of all matrices; those of matrix k begin at `lanes_at[k]`, and are `lanes_of[k]`.
+        lanes_at: see `lanes`.
+        lanes_of: see `lanes`; none of a rendezvous.
+        inputs_of: of each matrix, entries beside the lanes.
+        outputs_of: of each matrix, exits beside the lanes.
+        over_at: where the constants of each begin, row by row, and where the last ones end.
+        uses: of each matrix, its lanes as bits.
+        product_at: where the kinds of each product begin.
+        product: kinds in a row.
+    """
+
+    lanes: Int64
+    lanes_at: Int64
+    lanes_of: Int64
+    inputs_of: Int64
+    outputs_of: Int64
+    over_at: Int64
+    uses: Int64
+    product_at: Int64
+    product: Int64
 
 
 class _Matrices:
-    """The constants of segments, written one after the other; equal ones once.
+    """The matrices that passes go through.
 
     Args:
-        segments: of the sample.
-        work: durations of its rows.
-
-    Attributes:
-        columns: `Tables.over` and `Tables.lanes`, and of each matrix what `Tables` says of it.
+        kinds: of the segments.
+        lane: of each row.
     """
 
-    def __init__(self, segments: SegmentedJob, work: RowTimes) -> None:
-        self.kinds = segments.kinds
-        self.rows = np.stack([np.array(work.lane), np.array(work.hosts), work.host[:, 0], work.device[:, 0]])
-        self.over: list[Int64] = []
-        self.lanes: list[tuple[int, ...]] = []
-        self.ports: list[tuple[int, int]] = []
-        self.alike: dict[object, int] = {}
+    def __init__(self, kinds: Sequence[SegmentKind], lane: Int64) -> None:
+        self.kinds = kinds
+        self.lanes = [_NO_LANE if its.rendezvous else _lanes(lane, its.rows) for its in kinds]
+        self.ports = [(0, 0) if its.rendezvous else (len(its.inputs), len(its.outputs)) for its in kinds]
         self.products: dict[tuple[int, ...], int] = {}
-        self.of = np.full(len(segments.kinds), NONE, np.int64)
+        self.lane = lane
 
-    def of_kinds(self, kinds: Int64) -> Int64:
-        """The matrices of kinds of segments: one for all that take as long, and wait alike."""
-        for number in np.unique(kinds[self.of[kinds] == NONE]).tolist():
-            kind = self.kinds[number]
-            rows = np.ascontiguousarray(self.rows[:, kind.rows.start : kind.rows.stop])
-            key = rows.tobytes(), kind.waits, kind.inputs, kind.outputs, kind.exchanges
-            if key not in self.alike:
-                self.alike[key] = self._written(kind, rows)
-            self.of[number] = self.alike[key]
-        return self.of[kinds]
-
-    def _written(self, kind: SegmentKind, rows: Int64) -> int:
-        """Works a matrix out (`segments.transfer_matrix`)."""
-        lanes, own = np.unique(np.append(rows[0], 0), return_inverse=True)
-        inputs, outputs, count = len(kind.inputs), len(kind.outputs), len(kind.rows)
-        port = np.full(count, NONE, np.int64)
-        port[list(kind.inputs)] = len(lanes) + np.arange(inputs)
-        waits_at = np.cumsum([0, *map(len, kind.waits)])
-        waits = np.array([op for its in kind.waits for op in its], np.int64)
-        over = np.empty((len(lanes) + outputs, len(lanes) + inputs), np.int64)
-        ends, clocks = np.empty(count, np.int64), np.empty(len(lanes), np.int64)
-        exits, pairs = np.array(kind.outputs, np.int64), np.zeros(count, np.bool_)
-        pairs[list(kind.exchanges)] = True
-        loop = compiled(_constants)
-        loop(own.astype(np.int64), rows, waits_at, waits, port, pairs, exits, ends, clocks, over)
-        return self._add(over, tuple(lanes.tolist()), inputs, outputs)
-
-    def product(self, matrices: tuple[int, ...]) -> int:
+    def of(self, kinds: tuple[int, ...]) -> int:
         """The matrix of segments that follow each other, none of which has inputs or outputs."""
-        if matrices not in self.products:
-            lanes = sorted({lane for number in {*matrices} for lane in self.lanes[number]})
-            numbers = sorted({*matrices})
-            at = {number: place for place, number in enumerate(numbers)}
-            own = [np.searchsorted(lanes, self.lanes[number]) for number in numbers]
-            clocks = np.full((len(lanes), len(lanes)), NEVER)
-            np.fill_diagonal(clocks, 0)
-            loop = compiled(_multiply)
-            loop(
-                np.array([at[number] for number in matrices], np.int64),
-                np.concatenate([self.over[number].ravel() for number in numbers]),
-                np.cumsum([0, *(self.over[number].size for number in numbers)]),
-                np.cumsum([0, *(len(its) for its in own)]),
-                np.concatenate(own),
-                np.empty(len(lanes), np.int64),
-                clocks,
-            )
-            self.products[matrices] = self._add(clocks, tuple(lanes), 0, 0)
-        return self.products[matrices]
+        if kinds not in self.products:
+            self.products[kinds] = len(self.lanes)
+            self.lanes.append(np.unique(np.concatenate([self.lanes[kind] for kind in {*kinds}])))
+            self.ports.append((0, 0))
+        return self.products[kinds]
 
-    def _add(self, over: Int64, lanes: tuple[int, ...], inputs: int, outputs: int) -> int:
-        self.over.append(over)
-        self.lanes.append(lanes)
-        self.ports.append((inputs, outputs))
-        return len(self.over) - 1
+    def columns(self) -> MatrixColumns:
+        """All of them."""
+        ports, count = np.array(self.ports, np.int64).reshape(-1, 2), np.array(list(map(len, self.lanes)))
+        return MatrixColumns(
+            lanes=np.concatenate([_NO_LANE, *self.lanes]),
+            lanes_at=np.cumsum(count) - count,
+            lanes_of=count,
+            inputs_of=ports[:, 0].copy(),
+            outputs_of=ports[:, 1].copy(),
+            over_at=np.append(0, np.cumsum((count + ports[:, 0]) * (count + ports[:, 1]))),
+            uses=np.array([int((1 << its).sum()) for its in self.lanes], np.int64),
+            product_at=np.cumsum([0, *map(len, self.products)]),
+            product=np.array([kind for its in self.products for kind in its], np.int64),
+        )
 
-    def columns(self) -> dict[str, Int64]:
-        """What `Tables` says of matrices."""
-        ports = np.array(self.ports, np.int64).reshape(-1, 2)
-        lengths = np.array([len(its) for its in self.lanes], np.int64)
-        none = np.zeros(0, np.int64)
-        return {
-            "over": np.concatenate([none, *(its.ravel() for its in self.over)]),
-            "over_at": np.cumsum([0, *(its.size for its in self.over)]),
-            "lanes": np.array([lane for its in self.lanes for lane in its], np.int64),
-            "lanes_at": np.cumsum(lengths) - lengths,
-            "lanes_of": lengths,
-            "inputs_of": ports[:, 0].copy(),
-            "outputs_of": ports[:, 1].copy(),
-            "uses": np.array([sum(1 << lane for lane in its) for its in self.lanes], np.int64),
-        }
+    def kind_columns(self) -> KindColumns:
+        """What the constants of each kind are worked out of."""
+        own, port, pairs = [_NO_LANE], [_NO_LANE], [np.zeros(0, np.bool_)]
+        waits, exits = list[_Ops](), list[_Ops]()
+        for kind, lanes in zip(self.kinds, self.lanes, strict=False):
+            count = 0 if kind.rendezvous else len(kind.rows)
+            own.append(np.searchsorted(lanes, self.lane[kind.rows.start : kind.rows.start + count]))
+            port.append(np.full(count, NONE))
+            pairs.append(np.zeros(count, np.bool_))
+            exits.append(kind.outputs if count else ())
+            if count:
+                port[-1][list(kind.inputs)] = len(lanes) + np.arange(len(kind.inputs))
+                pairs[-1][list(kind.exchanges)] = True
+                waits += kind.waits
+        return KindColumns(
+            row=np.array([kind.rows.start for kind in self.kinds], np.int64),
+            op_at=np.cumsum(list(map(len, own))),
+            own=np.concatenate(own).astype(np.int64),
+            port=np.concatenate(port),
+            pairs=np.concatenate(pairs),
+            waits_at=np.cumsum([0, *map(len, waits)]),
+            waits=np.array([op for its in waits for op in its], np.int64),
+            exits_at=np.cumsum([0, *map(len, exits)]),
+            exits=np.array([op for its in exits for op in its], np.int64),
+        )
+
+
+_Ops = tuple[int, ...]
+_NO_LANE = np.zeros(0, np.int64)
+
+
+def _lanes(lane: Int64, rows: range) -> Int64:
+    """The lanes of a segment, ascending; the host's is 0."""
+    return np.unique(np.append(lane[rows.start : rows.stop], 0))
+
+
+def _constants(
+    kinds: KindColumns, matrices: MatrixColumns, hosts: Bools, host: Int64, device: Int64, ends: Int64,
+    clocks: Int64, over: Int64,
+) -> None:  # fmt: skip
+    """The constants of all kinds from each of their entries: clocks that begin there alone, sent through them.
+
+    Args:
+        kinds: of segments.
+        matrices: theirs are worked out.
+        hosts: [rows] which are the host's own work.
+        host: [rows] picoseconds of the host.
+        device: [rows] picoseconds of the device.
+        ends: [operations of the longest kind], written here.
+        clocks: [lanes], written here.
+        over: gets the constants.
+    """
+    for kind in range(len(kinds.row)):
+        lanes, first, row = matrices.lanes_of[kind], kinds.op_at[kind], kinds.row[kind]
+        entries, at = lanes + matrices.inputs_of[kind], matrices.over_at[kind]
+        for entry in range(entries):
+            for each in range(lanes):
+                clocks[each] = 0 if each == entry else NEVER
+            for op in range(kinds.op_at[kind + 1] - first):
+                its = first + op
+                ready, told = clocks[0], NEVER
+                for wait in range(kinds.waits_at[its], kinds.waits_at[its + 1]):
+                    told = max(told, ends[kinds.waits[wait]])
+                if kinds.port[its] == entry:
+                    told = max(told, 0)
+                if hosts[row + op]:
+                    ready = max(ready, told)
+                clocks[0] = ready + host[row + op]
+                ready = max(clocks[kinds.own[its]], clocks[0])
+                if not hosts[row + op]:
+                    ready = max(ready, told)
+                if op > 0 and kinds.pairs[its - 1]:
+                    ready = max(ready, ends[op - 1])
+                    ends[op - 1] = clocks[kinds.own[its - 1]] = ready + device[row + op - 1]
+                # A send starts with the receive behind it: till then, this is when it is ready.
+                ends[op] = ready
+                if not kinds.pairs[its]:
+                    ends[op] = clocks[kinds.own[its]] = ready + device[row + op]
+            for each in range(lanes):
+                over[at + each * entries + entry] = max(clocks[each], NEVER)
+            for each in range(matrices.outputs_of[kind]):
+                end = ends[kinds.exits[kinds.exits_at[kind] + each]]
+                over[at + (lanes + each) * entries + entry] = max(end, NEVER)
+
+
+def _multiply(first: int, matrices: MatrixColumns, after: Int64, clocks: Int64, over: Int64) -> None:
+    """The products: the identity, sent through matrices that have lanes alone.
+
+    Args:
+        first: number of the first product among the matrices.
+        matrices: those of products are worked out.
+        after: [lanes], written here.
+        clocks: [lanes], written here.
+        over: the constants of single kinds; gets the others.
+    """
+    lanes, lanes_at, lanes_of = matrices.lanes, matrices.lanes_at, matrices.lanes_of
+    for product in range(len(matrices.product_at) - 1):
+        matrix = first + product
+        at, size = lanes_at[matrix], lanes_of[matrix]
+        for entry in range(size):
+            for each in range(size):
+                clocks[lanes[at + each]] = 0 if each == entry else NEVER
+            for place in range(matrices.product_at[product], matrices.product_at[product + 1]):
+                kind = matrices.product[place]
+                its, count, constant = lanes_at[kind], lanes_of[kind], matrices.over_at[kind]
+                for out in range(count):
+                    latest = NEVER
+                    for each in range(count):
+                        latest = max(latest, over[constant + each] + clocks[lanes[its + each]])
+                    constant += count
+                    after[out] = latest
+                for out in range(count):
+                    clocks[lanes[its + out]] = after[out]
+            for out in range(size):
+                over[matrices.over_at[matrix] + out * size + entry] = clocks[lanes[at + out]]
+
+
+# -- the passes that differ ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -288,7 +429,7 @@ def _pieces(sample: Sample, segments: SegmentedJob, matrices: _Matrices, number:
         raise NotAlike(f"pass {labels[again]} does not run in one go")
     of_pass = [labels[its] for its in run]
     meets = np.array([kind.rendezvous for kind in kinds], np.bool_)[sequence.kind]
-    first = _bounds(sample, segments, sequence, meets, begins, np.array([its[1] for its in of_pass])[piece])
+    first = _bounds(segments, sequence, meets, begins)
     end = np.append(first, len(piece))[1:]
     outputs = np.array([len(kind.outputs) for kind in kinds], np.int64)[sequence.kind[end - 1]]
     of_stretch = piece[first]
@@ -323,27 +464,18 @@ def _labels(sample: Sample, number: int, sequence: SegmentSequence) -> tuple[Int
     return np.array(of_call, np.int64)[call], list(numbers)
 
 
-def _bounds(
-    sample: Sample,
-    segments: SegmentedJob,
-    sequence: SegmentSequence,
-    meets: Bools,
-    begins: Bools,
-    micro_batch: Int64,
-) -> Int64:
+def _bounds(segments: SegmentedJob, sequence: SegmentSequence, meets: Bools, begins: Bools) -> Int64:
     """Where stretches begin: at rendezvous, at what waits and after what is waited for, and with each pass."""
     # An output that nobody waits for is none of the stretch's, so what has outputs ends one always.
     has = np.array([bool(kind.outputs or kind.inputs) for kind in segments.kinds], np.bool_)[sequence.kind]
     cuts = meets | has
     cuts[1:] |= cuts[:-1]
-    # Passes that run once or twice are quicker sent through their segments than through a product of them.
-    often = sample.micro_batches > ONCE
-    return np.flatnonzero(cuts | begins | (micro_batch != 1) | (not often))
+    return np.flatnonzero(cuts | begins)
 
 
 def _check_waits(sample: Sample, labels: Sequence[PassLabel], reader: Int64, of: Int64) -> None:
     """Refuses a pass that does not wait alike in every micro-batch."""
-    last = min(sample.micro_batches, 3) - 1
+    last = min(sample.micro_batches, DISTINCT) - 1
     of_micro_batch = np.array([label[1] for label in labels], np.int64)
     waits_in = np.array([last if label == sample.update else label[1] for label in labels], np.int64)
     bad = np.flatnonzero((of != reader) & (of_micro_batch[of] != waits_in[reader]))
@@ -353,68 +485,10 @@ def _check_waits(sample: Sample, labels: Sequence[PassLabel], reader: Int64, of:
 
 def _matrices_of(matrices: _Matrices, kind: Int64, first: Int64, end: Int64, meets: Bools) -> Int64:
     """The matrix of every stretch; -1 for a rendezvous."""
-    found = np.full(len(first), NONE, np.int64)
-    alone = ~meets & (end - first == 1)
-    found[alone] = matrices.of_kinds(kind[first[alone]])
-    for at in np.flatnonzero(~meets & ~alone).tolist():
-        its = matrices.of_kinds(kind[first[at] : end[at]])
-        found[at] = matrices.product(tuple(its.tolist()))
+    found = np.where(meets, NONE, kind[first])
+    for at in np.flatnonzero(~meets & (end - first > 1)).tolist():
+        found[at] = matrices.of(tuple(kind[first[at] : end[at]].tolist()))
     return found
-
-
-ONCE = 8
-"""Up to so many micro-batches, passes are not worth a product of their matrices."""
-
-
-def _constants(
-    lane: Int64, rows: Int64, waits_at: Int64, waits: Int64, port: Int64, pairs: Bools, exits: Int64, ends: Int64,
-    clocks: Int64, over: Int64,
-) -> None:  # fmt: skip
-    """The constants of a segment from each of its entries: clocks that begin there alone, sent through it."""
-    lanes = len(clocks)
-    for entry in range(over.shape[1]):
-        for each in range(lanes):
-            clocks[each] = 0 if each == entry else NEVER
-        for op in range(len(port)):
-            ready, told = clocks[0], NEVER
-            for at in range(waits_at[op], waits_at[op + 1]):
-                told = max(told, ends[waits[at]])
-            if port[op] == entry:
-                told = max(told, 0)
-            if rows[1, op]:
-                ready = max(ready, told)
-            clocks[0] = ready + rows[2, op]
-            ready = max(clocks[lane[op]], clocks[0])
-            if not rows[1, op]:
-                ready = max(ready, told)
-            if op > 0 and pairs[op - 1]:
-                ready = max(ready, ends[op - 1])
-                ends[op - 1] = clocks[lane[op - 1]] = ready + rows[3, op - 1]
-            # A send starts with the receive behind it: till then, this is when it is ready.
-            ends[op] = ready
-            if not pairs[op]:
-                ends[op] = clocks[lane[op]] = ready + rows[3, op]
-        for each in range(lanes):
-            over[each, entry] = max(clocks[each], NEVER)
-        for each in range(len(exits)):
-            over[lanes + each, entry] = max(ends[exits[each]], NEVER)
-
-
-def _multiply(
-    numbers: Int64, over: Int64, over_at: Int64, lanes_at: Int64, lanes: Int64, after: Int64, clocks: Int64
-) -> None:
-    """Sends the identity through matrices that have lanes alone."""
-    for entry in range(clocks.shape[1]):
-        for number in numbers:
-            first, at = lanes_at[number], over_at[number]
-            size = lanes_at[number + 1] - first
-            for out in range(size):
-                latest = NEVER
-                for each in range(size):
-                    latest = max(latest, over[at + out * size + each] + clocks[lanes[first + each], entry])
-                after[out] = latest
-            for out in range(size):
-                clocks[lanes[first + out], entry] = after[out]
 
 
 # -- a step of them -----------------------------------------------------------------------------------------------
@@ -424,14 +498,8 @@ class Tables(NamedTuple):
     """What the loop reads, as columns.
 
     Attributes:
-        over: constants of all matrices, row by row; those of matrix k begin at `over_at[k]`.
-        over_at: see `over`.
-        lanes: of all matrices; those of matrix k begin at `lanes_at[k]`, and are `lanes_of[k]`.
-        lanes_at: see `lanes`.
-        lanes_of: see `lanes`.
-        inputs_of: of each matrix, entries beside the lanes.
-        outputs_of: of each matrix, exits beside the lanes.
-        uses: of each matrix, its lanes as bits.
+        over: constants of all matrices.
+        matrices: where they stand, and what they go from and to.
         matrix: of each stretch, its matrix; -1 for a rendezvous.
         lane: of each rendezvous.
         host: of each rendezvous, what issuing takes.
@@ -454,13 +522,7 @@ class Tables(NamedTuple):
     """
 
     over: Int64
-    over_at: Int64
-    lanes: Int64
-    lanes_at: Int64
-    lanes_of: Int64
-    inputs_of: Int64
-    outputs_of: Int64
-    uses: Int64
+    matrices: MatrixColumns
     matrix: Int64
     lane: Int64
     host: Int64
@@ -524,62 +586,110 @@ EACH = 8
 """Messages from a chunk to the next one in one pass, at most."""
 
 
-class _Step:
-    """The step as columns.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Layout:
+    """What a step is made of, whatever its operations take.
+
+    Attributes:
+        hosts: bool [rows], which are the host's own work.
+        kinds: what segments are alike.
+        matrices: what passes go through.
+        row: int64 [stretches], row of the first operation.
+        labels: of the passes of each program.
+        first_piece: number of each program's first pass.
+        meetings: of each program, its stretches that are rendezvous, their rows, each once, and which each has.
+        slots: of each pass, how many outputs others wait for.
+        names: of passes that others wait for, by kind and chunk.
+        pairs: of each rendezvous after all passes, how many take part.
+        columns: of `Tables`, those that are always the same.
+        passes: of `Tables`, those that depend on the order of passes, for the orders that were asked for last.
+    """
+
+    hosts: Bools
+    kinds: KindColumns
+    matrices: MatrixColumns
+    row: Int64
+    labels: list[list[PassLabel]]
+    first_piece: list[int]
+    meetings: list[tuple[Int64, Int64, Int64]]
+    slots: Int64
+    names: dict[tuple[str, int], int]
+    pairs: Int64
+    columns: dict[str, Int64]
+    passes: dict[PassOrder, dict[str, Int64]] = field(default_factory=dict)
+
+
+def _layout(sample: Sample) -> _Layout:
+    """The layout of a sample.
+
+    Raises:
+        NotAlike: the step cannot be put together from it.
+    """
+    segments = cut(sample.job)
+    if segments is None:
+        raise NotAlike("runs of the same operations do not wait alike")
+    return _LayoutWriter(sample, segments).layout()
+
+
+class _LayoutWriter:
+    """Writes a layout.
 
     Args:
         sample: the passes that differ, and their order.
         segments: what its programs are cut into.
-        work: durations of its rows.
-        message_ps: what a message takes.
     """
 
-    def __init__(self, sample: Sample, segments: SegmentedJob, work: RowTimes, message_ps: MessageTime) -> None:
-        self.sample, self.work, self.message_ps = sample, work, message_ps
-        self.distinct, self.stages = min(sample.micro_batches, 3), len(sample.stand_for)
-        self.lines = 2 * self.stages * sample.chunks * EACH
-        self.matrices = _Matrices(segments, work)
+    def __init__(self, sample: Sample, segments: SegmentedJob) -> None:
+        self.sample, self.stages = sample, len(sample.stand_for)
+        self.lane = 1 + sample.job.ops.stream.astype(np.int64)
+        self.matrices = _Matrices(segments.kinds, self.lane)
         programs = range(len(sample.job.programs))
         self.pieces = [_pieces(sample, segments, self.matrices, number) for number in programs]
-        self.first_piece = np.cumsum([0, *(len(its.labels) for its in self.pieces)]).tolist()
         self.first = np.cumsum([0, *(len(its.piece) for its in self.pieces)]).tolist()
         self.row = np.concatenate([its.row for its in self.pieces])
-        self.slots = np.concatenate([its.slots for its in self.pieces])
         self.names: dict[tuple[str, int], int] = {}
         self.pairs: dict[object, int] = {}
 
-    def run(self) -> int:
-        """When it ends, picoseconds."""
-        tables = self._tables()
-        state = self._state(tables)
-        loop = compiled(_send_through, _known, _arrive, _to_rendezvous, _through_matrix)
-        loop(tables, state)
-        if (state.at < np.diff(tables.passes_at)).any() or state.pending.any():
-            raise NotAlike("passes wait for each other in a circle")
-        return int(state.clocks.max(initial=0))
-
-    # -- the passes that differ ----------------------------------------------------------------------------
-
-    def _tables(self) -> Tables:
-        sample = self.sample
-        matrix = np.concatenate([its.matrix for its in self.pieces])
-        stretches = len(matrix)
+    def layout(self) -> _Layout:
+        """All of it."""
+        sample, pieces = self.sample, self.pieces
+        matrix = np.concatenate([its.matrix for its in pieces])
+        program = np.repeat(np.arange(len(pieces)), [len(its.piece) for its in pieces])
         meets = self._meets(matrix)
+        ends = np.concatenate([its.at[:-1] + at for its, at in zip(pieces, self.first, strict=False)])
+        places = [sample.job.programs[program].coordinates.get("pp", 0) for program in sample.stand_for]
         columns = {
             "matrix": matrix,
-            "lane": np.array(self.work.lane, np.int64)[self.row],
-            "host": self.work.host[self.row, 0],
+            "lane": self.lane[self.row],
             "meets": meets,
-            "slot": np.concatenate([its.slot for its in self.pieces]),
-            "piece_at": np.append(
-                np.concatenate([its.at[:-1] + at for its, at in zip(self.pieces, self.first, strict=False)]),
-                stretches,
-            ),
+            "slot": np.concatenate([its.slot for its in pieces]),
+            "piece_at": np.append(ends, len(matrix)),
+            "shift": 2 * EACH * (np.arange(self.stages) - np.array(places, np.int64)),
         }
-        columns |= self.matrices.columns() | self._edges(stretches) | self._passes()
-        columns |= self._rendezvous(meets, matrix)
-        sizes = np.array([max(1, len(self.names)), sample.micro_batches, stretches, self.lines], np.int64)
-        return Tables(**columns, sizes=sizes)
+        columns |= self._edges(len(matrix))
+        together = np.flatnonzero((matrix == NONE) & (meets % 2 == 1))
+        stands = np.bincount(np.array(sample.stand_for, np.int64), minlength=len(pieces))
+        pairs = np.zeros(len(self.pairs), np.int64)
+        np.add.at(pairs, meets[together] // 2, stands[program[together]])
+        return _Layout(
+            hosts=sample.job.ops.kind == OpKind.HOST,
+            kinds=self.matrices.kind_columns(),
+            matrices=self.matrices.columns(),
+            row=self.row,
+            labels=[its.labels for its in pieces],
+            first_piece=np.cumsum([0, *(len(its.labels) for its in pieces)]).tolist(),
+            meetings=[self._meeting(matrix, program == number) for number in range(len(pieces))],
+            slots=np.concatenate([its.slots for its in pieces]),
+            names=self.names,
+            pairs=pairs,
+            columns=columns,
+        )
+
+    def _meeting(self, matrix: Int64, mine: Bools) -> tuple[Int64, Int64, Int64]:
+        """Rendezvous of a program: of its stretches these, and their rows."""
+        stretches = np.flatnonzero(mine & (matrix == NONE))
+        rows, which = np.unique(self.row[stretches], return_inverse=True)
+        return stretches, rows, which.ravel()
 
     def _edges(self, stretches: int) -> dict[str, Int64]:
         """What each stretch waits for."""
@@ -618,7 +728,7 @@ class _Step:
         between = np.array(["pp" in its.axes for its in self.sample.job.groups], np.bool_)[group]
         message = np.isin(kind, MESSAGES) & between
         # A line goes from a chunk to the next one, or back: its tag says from which.
-        bad = np.flatnonzero(~update & (~message | (turn >= EACH) | (tag * EACH >= self.lines)))
+        bad = np.flatnonzero(~update & (~message | (turn >= EACH) | (tag * EACH >= _lines(self.sample))))
         if len(bad):
             label = pieces.labels[piece[bad[0]]]
             raise NotAlike(f"pass {label} meets others than its neighbours, or too often")
@@ -640,90 +750,123 @@ class _Step:
         ends = here, here + int(ops.peer[row])
         return group, int(ops.tag[row]), ends if ops.kind[row] == OpKind.SEND else ends[::-1], turn
 
-    # -- all passes ------------------------------------------------------------------------------------------
 
-    def _passes(self) -> dict[str, Int64]:
-        """The passes of every stage in order, and where the outputs of each stand."""
-        sample, slots, found = self.sample, 0, []
-        size = self.slots
-        offset = np.zeros((self.stages, max(1, len(self.names)), sample.micro_batches), np.int64)
-        for stage, (program, order) in enumerate(zip(sample.stand_for, sample.orders, strict=True)):
-            labels, at = self.pieces[program].labels, self.first_piece[program]
-            numbers = {label: number for number, label in enumerate(labels, at)}
-            piece, micro_batch, name = self._in_order(numbers, order)
-            base = slots + np.cumsum(size[piece]) - size[piece]
-            slots += int(size[piece].sum())
-            named = name >= 0
-            offset[stage, name[named], micro_batch[named]] = base[named]
-            found.append((piece, micro_batch, base))
-        passes_at = np.cumsum([0, *(len(piece) for piece, _, _ in found)])
-        piece, micro_batch, base = (np.concatenate(each) for each in zip(*found, strict=True))
-        return {
-            "piece": piece, "micro_batch": micro_batch, "base": base,
-            "offset": offset.ravel(), "passes_at": passes_at,
-        }  # fmt: skip
+def _lines(sample: Sample) -> int:
+    """Of messages from chunk to chunk, as many as there can be in a pass of every chunk."""
+    return 2 * len(sample.stand_for) * sample.chunks * EACH
 
-    def _in_order(self, numbers: Mapping[PassLabel, int], order: PassOrder) -> tuple[Int64, Int64, Int64]:
-        """Of each pass of a stage, and its update, the piece, the micro-batch and the name; -1 for no name."""
-        sample, kinds = self.sample, order.kinds
-        pieces = np.full((len(kinds), self.distinct, sample.chunks), NONE)
-        names = np.full((len(kinds), sample.chunks), NONE)
-        for (kind, micro_batch, chunk), number in numbers.items():
-            if kind in kinds:
-                pieces[kinds.index(kind), micro_batch, chunk] = number
-        for (kind, chunk), number in self.names.items():
-            if kind in kinds:
-                names[kinds.index(kind), chunk] = number
-        last = sample.micro_batches - 1
-        which = np.where(order.micro_batch == last, self.distinct - 1, np.minimum(order.micro_batch, 1))
-        piece = np.append(pieces[order.kind, which, order.chunk], numbers.get(sample.update, NONE))
-        name = np.append(names[order.kind, order.chunk], NONE)
-        # A pass may have nothing to do, as the update of a step without an optimizer.
-        does = piece >= 0
-        return piece[does], np.append(order.micro_batch, last)[does], name[does]
 
-    def _rendezvous(self, meets: Int64, matrix: Int64) -> dict[str, Int64]:
-        """What each rendezvous takes at each stage, and how many take part."""
-        sample, job = self.sample, self.sample.job
-        stands: dict[int, list[int]] = {}
-        for stage, program in enumerate(sample.stand_for):
-            stands.setdefault(program, []).append(stage)
-        first = self.lines * sample.micro_batches
-        takes = np.zeros((self.stages, len(matrix)), np.int64)
-        members = np.full(first + len(self.pairs), 2)
-        members[first:] = 0
-        meeting = np.flatnonzero(matrix == NONE)
-        programs = (np.searchsorted(self.first, meeting, side="right") - 1).tolist()
-        for at, program, row in zip(meeting.tolist(), programs, self.row[meeting].tolist(), strict=True):
-            message = int(job.ops.kind[row]) in MESSAGES
-            for stage in stands.get(program, ()):
-                takes[stage, at] = self.message_ps(row, stage) if message else self.work.device[row, 0]
-            if meets[at] % 2:
-                members[first + meets[at] // 2] += len(stands.get(program, ()))
-        places = [job.programs[program].coordinates.get("pp", 0) for program in sample.stand_for]
-        shift = 2 * EACH * (np.arange(self.stages) - np.array(places, np.int64))
-        return {"takes": takes.ravel(), "members": members, "shift": shift}
+# -- all passes ---------------------------------------------------------------------------------------------------
 
-    def _state(self, tables: Tables) -> StepState:
-        size = self.slots
-        meets = np.concatenate([[0], np.cumsum(tables.matrix == NONE)])
-        arrivals = int((meets[tables.piece_at[1:]] - meets[tables.piece_at[:-1]])[tables.piece].sum())
-        count, lanes = len(tables.members), 1 + len(self.sample.job.streams)
-        of_arrivals = ("behind", "of_stage", "of_lane", "of_slot", "ends_after")
-        each = {name: np.zeros(arrivals, np.int64) for name in of_arrivals}
-        return StepState(
-            clocks=np.zeros((self.stages, lanes), np.int64),
-            pending=np.zeros(self.stages, np.int64),
-            at=np.zeros(self.stages, np.int64),
-            stretch=np.zeros(self.stages, np.int64),
-            slots=np.full(int(size[tables.piece].sum()), UNKNOWN),
-            arrived=np.zeros(count, np.int64),
-            begins=np.full(count, NEVER),
-            head=np.full(count, NONE),
-            entry=np.zeros(lanes + 1 + int(tables.inputs_of.max(initial=0)), np.int64),
-            arrivals=np.zeros(1, np.int64),
-            **each,
-        )
+MOST_ORDERS = 8
+"""So many orders of passes are kept with a layout: some hundred kilobytes each."""
+
+
+def _run(sample: Sample, layout: _Layout, device: Int64, host: Int64, message_ps: MessageTime) -> int:
+    """When a step ends, picoseconds; arguments as of `step_ps`."""
+    if sample.order not in layout.passes:
+        if len(layout.passes) >= MOST_ORDERS:
+            del layout.passes[next(iter(layout.passes))]
+        layout.passes[sample.order] = _passes(sample, layout)
+    lines, columns = _lines(sample), layout.columns
+    pairs = np.full(lines * sample.micro_batches + len(layout.pairs), 2)
+    pairs[lines * sample.micro_batches :] = layout.pairs
+    sizes = [max(1, len(layout.names)), sample.micro_batches, len(layout.row), lines]
+    tables = Tables(
+        over=_over(sample, layout, device, host),
+        matrices=layout.matrices,
+        host=host[layout.row],
+        takes=_takes(sample, layout, device, message_ps).ravel(),
+        members=pairs,
+        sizes=np.array(sizes, np.int64),
+        **columns,
+        **layout.passes[sample.order],
+    )
+    state = _state(sample, layout, tables)
+    loop = compiled(_send_through, _known, _arrive, _to_rendezvous, _through_matrix)
+    loop(tables, state)
+    if (state.at < np.diff(tables.passes_at)).any() or state.pending.any():
+        raise NotAlike("passes wait for each other in a circle")
+    return int(state.clocks.max(initial=0))
+
+
+def _over(sample: Sample, layout: _Layout, device: Int64, host: Int64) -> Int64:
+    """The constants of all matrices."""
+    kinds, matrices = layout.kinds, layout.matrices
+    over = np.empty(int(matrices.over_at[-1]), np.int64)
+    clocks = np.empty((2, 1 + len(sample.job.streams)), np.int64)
+    ends = np.empty(int(np.diff(kinds.op_at).max(initial=0)), np.int64)
+    compiled(_constants)(kinds, matrices, layout.hosts, host, device, ends, clocks[0], over)
+    compiled(_multiply)(len(kinds.row), matrices, clocks[1], clocks[0], over)
+    return over
+
+
+def _passes(sample: Sample, layout: _Layout) -> dict[str, Int64]:
+    """The passes of every stage in order, and where the outputs of each stand."""
+    order, stages, distinct = sample.order, len(sample.stand_for), min(sample.micro_batches, DISTINCT)
+    number = {kind: n for n, kind in enumerate(order.kinds)}
+    pieces = np.full((len(layout.labels), len(order.kinds), distinct, sample.chunks), NONE)
+    names = np.full((len(order.kinds), sample.chunks), NONE)
+    for program, (labels, first) in enumerate(zip(layout.labels, layout.first_piece, strict=False)):
+        for piece, label in enumerate(labels, first):
+            kind, micro_batch, chunk = label
+            # An update stands once, whatever the micro-batch that it follows.
+            of = slice(None) if label == sample.update else micro_batch
+            pieces[program, number[kind], of, chunk] = piece
+    for (kind, chunk), name in layout.names.items():
+        names[number[kind], chunk] = name
+    stage = np.repeat(np.arange(stages), np.diff(order.at))
+    last = order.micro_batch == sample.micro_batches - 1
+    which = np.where(last, distinct - 1, np.minimum(order.micro_batch, 1))
+    piece = pieces[np.array(sample.stand_for, np.int64)[stage], order.kind, which, order.chunk]
+    # A pass may have nothing to do, as the update of a step without an optimizer.
+    does = np.flatnonzero(piece >= 0)
+    piece, stage, micro_batch = piece[does], stage[does], order.micro_batch[does]
+    name = names[order.kind[does], order.chunk[does]]
+    size = layout.slots[piece]
+    base = np.cumsum(size) - size
+    offset = np.zeros((stages, max(1, len(layout.names)), sample.micro_batches), np.int64)
+    named = name >= 0
+    offset[stage[named], name[named], micro_batch[named]] = base[named]
+    return {
+        "piece": piece, "micro_batch": micro_batch, "base": base, "offset": offset.ravel(),
+        "passes_at": np.searchsorted(stage, np.arange(stages + 1)),
+    }  # fmt: skip
+
+
+def _takes(sample: Sample, layout: _Layout, device: Int64, message_ps: MessageTime) -> Int64:
+    """[stages, stretches] What each rendezvous takes at each stage."""
+    takes = np.zeros((len(sample.stand_for), len(layout.row)), np.int64)
+    for program, (stretches, rows, which) in enumerate(layout.meetings):
+        stages = np.flatnonzero(np.array(sample.stand_for, np.int64) == program)
+        times = np.repeat(device[rows][None], len(stages), axis=0)
+        for at in np.flatnonzero(np.isin(sample.job.ops.kind[rows], MESSAGES)).tolist():
+            row = int(rows[at])
+            times[:, at] = [message_ps(row, stage) for stage in stages.tolist()]
+        takes[np.ix_(stages, stretches)] = times[:, which]
+    return takes
+
+
+def _state(sample: Sample, layout: _Layout, tables: Tables) -> StepState:
+    """Before anything has run."""
+    meets = np.concatenate([[0], np.cumsum(tables.matrix == NONE)])
+    arrivals = int((meets[tables.piece_at[1:]] - meets[tables.piece_at[:-1]])[tables.piece].sum())
+    stages, count, lanes = len(sample.stand_for), len(tables.members), 1 + len(sample.job.streams)
+    of_arrivals = ("behind", "of_stage", "of_lane", "of_slot", "ends_after")
+    each = {name: np.zeros(arrivals, np.int64) for name in of_arrivals}
+    return StepState(
+        clocks=np.zeros((stages, lanes), np.int64),
+        pending=np.zeros(stages, np.int64),
+        at=np.zeros(stages, np.int64),
+        stretch=np.zeros(stages, np.int64),
+        slots=np.full(int(layout.slots[tables.piece].sum()), UNKNOWN),
+        arrived=np.zeros(count, np.int64),
+        begins=np.full(count, NEVER),
+        head=np.full(count, NONE),
+        entry=np.zeros(lanes + 1 + int(tables.matrices.inputs_of.max(initial=0)), np.int64),
+        arrivals=np.zeros(1, np.int64),
+        **each,
+    )
 
 
 # The loop, which is compiled: the state goes through the tables.
@@ -787,24 +930,24 @@ def _to_rendezvous(tables: Tables, state: StepState, stage: int, place: int, str
 def _through_matrix(tables: Tables, state: StepState, stage: int, place: int, stretch: int) -> bool:
     """The clocks of a stage go through a matrix, as a vector of max-plus algebra; whether they could."""
     matrix = tables.matrix[stretch]
-    if state.pending[stage] & tables.uses[matrix]:
+    if state.pending[stage] & tables.matrices.uses[matrix]:
         return False
-    lanes, first = tables.lanes_of[matrix], tables.lanes_at[matrix]
-    entries = lanes + tables.inputs_of[matrix]
+    lanes, first = tables.matrices.lanes_of[matrix], tables.matrices.lanes_at[matrix]
+    entries = lanes + tables.matrices.inputs_of[matrix]
     for each in range(lanes):
-        state.entry[each] = state.clocks[stage, tables.lanes[first + each]]
+        state.entry[each] = state.clocks[stage, tables.matrices.lanes[first + each]]
     for each in range(lanes, entries):
         state.entry[each] = NEVER
     if not _known(tables, state, stage, place, stretch, lanes):
         return False
-    over, slot = tables.over_at[matrix], tables.base[place] + tables.slot[stretch]
-    for out in range(lanes + tables.outputs_of[matrix]):
+    over, slot = tables.matrices.over_at[matrix], tables.base[place] + tables.slot[stretch]
+    for out in range(lanes + tables.matrices.outputs_of[matrix]):
         latest = tables.over[over] + state.entry[0]
         for each in range(1, entries):
             latest = max(latest, tables.over[over + each] + state.entry[each])
         over += entries
         if out < lanes:
-            state.clocks[stage, tables.lanes[first + out]] = latest
+            state.clocks[stage, tables.matrices.lanes[first + out]] = latest
         else:
             state.slots[slot + out - lanes] = latest
     return True

@@ -978,6 +978,8 @@ class Pipeline:
         counted = np.zeros(len(job.tensors), np.bool_)
         counted[[chunk.rows[tensor] for chunk in chunks for tensor in chunk.shapes]] = True
         sized = Sized.of(graph, job, *_origins(plan, job, chunks), counted=counted)
+        for chunk in chunks:  # those that name each other stay until Python looks for cycles, and many are made
+            chunk.siblings.clear()
         return StagesAlike(job=job, labels=labels, stand_for=tuple(chosen), sized=sized)
 
     @property

@@ -37,7 +37,7 @@ from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import IDLE_HOST_WAITS, System
 
 if TYPE_CHECKING:
-    from echograph.profiler.costs.estimate import Known
+    from echograph.profiler.costs.estimate import KnownCosts
 
 _OF_SEVERAL = ("degrade", "ranks", "straggler")
 _PLAIN = Scenario()
@@ -149,7 +149,7 @@ def simulate(
 
 
 def on_system(
-    job: JobGraph, stack: str, system: System, costs: Known | None = None
+    job: JobGraph, stack: str, system: System, costs: KnownCosts | None = None
 ) -> tuple[JobGraph, IssueTimes, dict[str, float]]:
     """A job with its durations on a system, and what runs it.
 

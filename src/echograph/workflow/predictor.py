@@ -27,7 +27,7 @@ from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, Stage
 from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.passes.rewrite import UPDATE, PassLabel
 from echograph.ir.structure import Resizable, at_rest, structure
-from echograph.profiler.costs.estimate import Known
+from echograph.profiler.costs.estimate import KnownCosts
 from echograph.simulator.durations import NetworkModel, message_ps
 from echograph.simulator.engine import composed
 from echograph.simulator.result import Result
@@ -40,9 +40,17 @@ from echograph.workflow.shared import SharedSteps
 from echograph.workflow.system import System
 
 
-@lru_cache(1024)
-def _order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int) -> composed.PassOrder:
-    return composed.PassOrder.of(order(schedule, stage, stages, micro_batches, chunks))
+@lru_cache(64)
+def _order(schedule: str, stages: int, micro_batches: int, chunks: int) -> composed.PassOrder:
+    passes = [order(schedule, stage, stages, micro_batches, chunks) for stage in range(stages)]
+    return composed.PassOrder.of(passes, UPDATE)
+
+
+@lru_cache(64)
+def _alone(micro_batches: int) -> composed.PassOrder:
+    """The order without a pipeline, where what is called forward is a whole pass."""
+    passes: list[PassLabel] = [("forward", micro_batch, 0) for micro_batch in range(micro_batches)]
+    return composed.PassOrder.of([passes], UPDATE)
 
 
 class StepResult(Result):
@@ -88,8 +96,8 @@ class Predictor:
         self._replicas: dict[Hashable, tuple[ReplicasAlike, ...]] = {}
         self._resizable: dict[Hashable, tuple[Resizable, list[list[PassLabel]]]] = {}
         self._network = NetworkModel(system.cluster)
-        self._costs: Known = {}
-        self._cuts: composed.KnownCuts = {}
+        self._costs = KnownCosts()
+        self._layouts: composed.KnownLayouts = {}
 
     def predict(self, plan: Plan, *, memory: bool = True, interval: bool = True) -> Result:
         """Predicts one step under a plan.
@@ -144,18 +152,20 @@ class Predictor:
         job, times = roles.job, roles.times
 
         sent: dict[tuple[int, ...], int] = {}
+        columns = job.ops.group, job.ops.peer, job.ops.nbytes
+        about = cache(lambda row: tuple(int(column[row]) for column in columns))
+        places = [replace(job.programs[0], coordinates={"pp": stage}) for stage in range(len(sample.stand_for))]
 
         def message(row: int, stage: int) -> int:
             if row not in times.algorithm:
                 return int(times.picoseconds[row])
-            key = stage, *(int(column[row]) for column in (job.ops.group, job.ops.peer, job.ops.nbytes))
+            key = stage, *about(row)
             if key not in sent:
-                program = replace(job.programs[0], coordinates={"pp": stage})
-                sent[key] = message_ps(job, self._network, row, program)
+                sent[key] = message_ps(job, self._network, row, places[stage])
             return sent[key]
 
         whole = replace(sample, job=job)
-        picoseconds = composed.step_ps(whole, times.picoseconds, roles.issue, message, self._cuts)
+        picoseconds = composed.step_ps(whole, times.picoseconds, roles.issue, message, self._layouts)
         return self._result(plan, job, stack, picoseconds, sample.micro_batches)
 
     def _sample(self, step: StepGraph, rest: Sequence[Pass]) -> composed.Sample:
@@ -171,13 +181,13 @@ class Predictor:
             job, labels = self._replicated(alike, _like(step, first), data)
             places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
             count, chunks = first.micro_batches, first.chunks
-            orders = [_order(first.schedule, stage, first.stages, count, chunks) for stage in range(first.stages)]
+            order_of = _order(first.schedule, first.stages, count, chunks)
             stand_for = [places[stage] for stage in alike.stand_for]
         elif isinstance(first, DataParallel | FullyShard):
             count, chunks, stand_for = first.micro_batches, 1, [0]
             few = replace(first, micro_batches=min(count, DISTINCT_MICRO_BATCHES))
             job, labels = self._resized(step, None, structure(step), few)
-            orders = [composed.PassOrder.of([("forward", micro_batch, 0) for micro_batch in range(count)])]
+            order_of = _alone(count)
         else:
             raise composed.NotAlike("the job is not of a pipeline or of data parallelism alone")
         for one in others:
@@ -188,7 +198,7 @@ class Predictor:
             job=job,
             labels=labels,
             stand_for=stand_for,
-            orders=orders,
+            order=order_of,
             micro_batches=count,
             chunks=chunks,
             update=UPDATE,
@@ -272,13 +282,19 @@ class Predictor:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without looking for cycles, which goes through all that is kept each time that a pass made many objects."""
+    """Without looking for cycles, which goes through all that is kept each time that a pass made many objects.
+
+    What was made counts as old then, so it is looked through when all objects are, and not before.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -27,7 +27,7 @@ from echograph.simulator.host import IssueTimes
 from echograph.units import format_bytes, to_ps
 
 if TYPE_CHECKING:
-    from echograph.profiler.costs.estimate import Known
+    from echograph.profiler.costs.estimate import KnownCosts
 
 G = TypeVar("G", bound=Graph)
 _AS_SHIPPED: Mapping[str, str] = MappingProxyType({})
@@ -147,7 +147,7 @@ class System:
         system._fill(**{f.name: getattr(self, f.name) for f in fields(self)} | {"cluster": cluster})
         return system
 
-    def annotate(self, graph: G, costs: Known | None = None) -> G:
+    def annotate(self, graph: G, costs: KnownCosts | None = None) -> G:
         """The graph with a duration for every operation of the device: those that it has, else this system's.
 
         Products and attention of a job take as long as on the slowest of its GPUs.

@@ -36,7 +36,7 @@ from echograph.ir.passes.pipeline.placement import layer_of
 from echograph.ir.passes.pipeline.schedules import TURNING, ChunkOrder
 from echograph.ir.types import Gemm, OpKind, Phase, TensorRole
 from echograph.models.stacks import Stack, load_stack
-from echograph.profiler.costs.estimate import DTYPE_NAMES, Known
+from echograph.profiler.costs.estimate import DTYPE_NAMES, KnownCosts
 from echograph.simulator.durations import NetworkModel, durations
 from echograph.simulator.engine.segments import cut, transfer_matrix, work_of
 from echograph.workflow.plan import Plan, passes, schedule_of, with_kernels, with_stack
@@ -142,7 +142,7 @@ class Bounds:
         self.shorter = min([1.0, *of_kernels])
         # Another network, or communication that is made shorter, may let kernels wait less.
         self.network = NetworkModel(system.cluster) if scenario == Scenario() and not system.profile else None
-        self._shared, self._costs = steps or SharedSteps(graph), Known()
+        self._shared, self._costs = steps or SharedSteps(graph), KnownCosts()
         self._steps: dict[Hashable, StepCost | EchoError] = {}
         self._least_ps: dict[Hashable, float] = {}
         self._keeps: dict[tuple[int, str], float] = {}
@@ -284,7 +284,7 @@ def _bytes_of(graph: StepGraph, role: TensorRole) -> Float64:
 
 
 def _cost(
-    step: StepGraph, plan: Plan, system: System, network: NetworkModel | None, costs: Known
+    step: StepGraph, plan: Plan, system: System, network: NetworkModel | None, costs: KnownCosts
 ) -> StepCost:  # fmt: skip
     """What a rank's step takes, by layers; without a network, kernels wait for nothing."""
     said = plan.stack or step.workload.stack
