@@ -29,7 +29,7 @@ from echograph.frontend.pytorch.call_nodes import is_allocation, is_getitem, is_
 from echograph.frontend.pytorch.lower import DTYPES, PHASES, GraphLowering, Order
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
-from echograph.frontend.scripts.checks import findings
+from echograph.frontend.scripts.checks import findings, never_asked
 from echograph.frontend.scripts.collectives import Communication
 from echograph.frontend.scripts.host_work import WORK, HostPrice, wait_for_value, wait_for_work
 from echograph.frontend.scripts.launches import Launch, beside
@@ -805,6 +805,7 @@ def capture_script(
     for run in runs:
         notes |= run.recorder.notes
         warnings |= dict.fromkeys(findings(run.recorder, run.world))
+    warnings |= dict.fromkeys(never_asked(world.decided, world.asked, script.fakes))
     if warnings and script.strict:
         raise CaptureError(f"{next(iter(warnings))} (--strict)")
     return Imported(graph=count_job_flops(job), notes=tuple(notes), warnings=tuple(warnings))

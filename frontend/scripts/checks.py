@@ -7,11 +7,12 @@ the script that led to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from torch.fx import Graph
 
+from echograph.frontend.scripts.fakes import Fakes
 from echograph.frontend.scripts.recorder import COMMUNICATION, ScriptRecorder
 from echograph.frontend.scripts.world import World
 
@@ -32,6 +33,26 @@ def findings(recorder: ScriptRecorder, world: World) -> Iterator[str]:
             f"{_at(recorder.stepped_at)}the optimizer steps, and {has} no gradient ({names}{more}): they count as "
             "trained, and no backward pass reaches them"
         )
+
+
+def never_asked(decided: Mapping[str, bool | int], asked: Set[str], fakes: Fakes) -> Iterator[str]:
+    """What the user said, and no run came to: a misspelt name, most likely.
+
+    Args:
+        decided: which way the script goes at lines.
+        asked: those of them that a value decided.
+        fakes: what was to be made.
+    """
+    for where in decided:
+        if where not in asked:
+            yield (
+                f"--decide {where}: no value decided anything there: look at the file's name and the line, or "
+                "leave it out"
+            )
+    for option, names in (("--fake-data", fakes.data), ("--fake-weights", (*fakes.weights, *fakes.files))):
+        for name in names:
+            if name not in fakes.asked:
+                yield f"{option} {name}: the script never asked for it: look at how it is spelt, or leave it out"
 
 
 def _communication(graph: Graph, world: World, where: str) -> Iterator[str]:

@@ -690,7 +690,7 @@ def present(world: World, note: NoteTaker = lambda _: None, counter: HostCounter
         enter(_recomputed_alike())
         for owner in (torch.autograd, torch.autograd.graph):
             enter(patched(owner, "_engine_run_backward", lambda f: _again(make, f)))
-        enter(deciding(world.decided, note))
+        enter(deciding(world.decided, note, world.asked))
         enter(places.answered(world.local_rank))
         with make():
             yield

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,11 +44,13 @@ class Fakes:
         data: name of a data set -> a file of rows with its columns (JSON lines, CSV, Parquet); None: as published.
         weights: name on the hub -> the configuration of the model, as its config.json has it.
         files: names of files of weights that PyTorch downloads (`resnet50-0676ba61.pth`).
+        asked: names of all these that a script asked for.
     """
 
     data: Mapping[str, Path | None] = field(default_factory=dict)
     weights: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     files: frozenset[str] = frozenset()
+    asked: set[str] = field(default_factory=set, compare=False, repr=False)
 
 
 @contextmanager
@@ -69,23 +72,24 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
                 raise UsageError(f"--fake-data {name}={file}: it is made as published: give its name alone")
             if file is None and name in _IMAGES:
                 kind = getattr(_package("torchvision.datasets"), name)
-                stack.enter_context(replaced(kind, "__init__", _images(name, note)))
+                stack.enter_context(replaced(kind, "__init__", _images(name, fakes.asked, note)))
             elif file is None and name in _WORDS_OF:
-                stack.enter_context(_encoding(name, note))
+                stack.enter_context(_encoding(name, fakes.asked, note))
             elif file is None and name not in _COLUMNS:
                 raise UnknownNameError("data set", name, [*_IMAGES, *_COLUMNS, *_WORDS_OF], _BY_ROWS.format(name))
         rows = {name: file for name, file in fakes.data.items() if name not in (*_IMAGES, *_WORDS_OF)}
         if rows:
             package = _package("datasets")
             for owner in (package, importlib.import_module("datasets.load")):
-                stack.enter_context(patched(owner, "load_dataset", lambda f: _rows(rows, f, note)))
+                stack.enter_context(patched(owner, "load_dataset", lambda f: _rows(rows, fakes.asked, f, note)))
             if importlib.util.find_spec("evaluate") is not None:
                 stack.enter_context(patched(_package("evaluate"), "load", lambda _: lambda *_, **__: _Metric()))
         if fakes.files:
-            for kept in _files(fakes.files, note):
+            for kept in _files(fakes.files, fakes.asked, note):
                 stack.enter_context(kept)
         if fakes.weights:
             folder = str(_hub(fakes, note))
+            stack.enter_context(_opened_of(folder, fakes))
             # Read from the environment as the package is imported, which may have been before.
             constants = _package("huggingface_hub.constants")
             stack.enter_context(replaced(constants, "HF_HUB_CACHE", folder))
@@ -153,7 +157,7 @@ _IMAGES = {
 }  # fmt: skip
 
 
-def _images(name: str, note: NoteTaker) -> Callable[..., None]:
+def _images(name: str, asked: set[str], note: NoteTaker) -> Callable[..., None]:
     size, classes, training, test = _IMAGES[name]
 
     def init(
@@ -161,6 +165,7 @@ def _images(name: str, note: NoteTaker) -> Callable[..., None]:
         download: bool = False,
     ) -> None:  # fmt: skip
         del download
+        asked.add(name)
         base = importlib.import_module("torchvision.datasets").VisionDataset
         base.__init__(images, root, transform=transform, target_transform=target_transform)
         count = training if train else test
@@ -183,8 +188,20 @@ _WORDS_OF = {
 }  # fmt: skip
 
 
+class _Asked(dict[str, Any]):
+    """What is there by name, of which is written down what was asked for."""
+
+    def __init__(self, there: Mapping[str, Any], asked: set[str]) -> None:
+        super().__init__(there)
+        self._asked = asked
+
+    def __getitem__(self, name: str) -> Any:
+        self._asked.add(name)
+        return super().__getitem__(name)
+
+
 @contextmanager
-def _encoding(name: str, note: NoteTaker) -> Iterator[None]:
+def _encoding(name: str, asked: set[str], note: NoteTaker) -> Iterator[None]:
     """In the context, tiktoken has an encoding of as many words as the published one; each byte is a token."""
     registry, published = _package("tiktoken.registry"), _package("tiktoken_ext.openai_public")
     words = {bytes([byte]): byte for byte in range(256)}
@@ -194,14 +211,8 @@ def _encoding(name: str, note: NoteTaker) -> Iterator[None]:
             stack.enter_context(replaced(published, loads, lambda *_, **__: words))
         made = registry.Encoding(**published.ENCODING_CONSTRUCTORS[name]())
     note(f"{name}: an encoding of as many words as published, in which each byte is a token, as --fake-data asks")
-    before = registry.ENCODINGS.get(name)
-    registry.ENCODINGS[name] = made
-    try:
+    with replaced(registry, "ENCODINGS", _Asked(registry.ENCODINGS | {name: made}, asked)):
         yield
-    finally:
-        registry.ENCODINGS.pop(name, None)
-        if before is not None:
-            registry.ENCODINGS[name] = before
 
 
 # -- data sets of the hub ---------------------------------------------------------------------------------------
@@ -236,10 +247,13 @@ _COLUMNS["cifar10"] = _COLUMNS["uoft-cs/cifar10"]
 _WORDS = 1000
 
 
-def _rows(named: Mapping[str, Path | None], original: Callable[..., Any], note: NoteTaker) -> Callable[..., Any]:
+def _rows(
+    named: Mapping[str, Path | None], asked: set[str], original: Callable[..., Any], note: NoteTaker
+) -> Callable[..., Any]:
     def load(path: str, name: Any = None, *args: Any, split: Any = None, **kwargs: Any) -> Any:
         if path not in named:
             return original(path, name, *args, split=split, **kwargs)
+        asked.add(path)
         file = named[path]
         if file is not None:
             kind = {".jsonl": "json", ".txt": "text"}.get(file.suffix, file.suffix[1:])
@@ -299,7 +313,7 @@ def _file_of(url: str) -> str:
     return Path(urlparse(url).path).name
 
 
-def _files(names: frozenset[str], note: NoteTaker) -> Iterator[Any]:
+def _files(names: frozenset[str], asked: set[str], note: NoteTaker) -> Iterator[Any]:
     """In the contexts, files that PyTorch downloads are there; a model has what they say already."""
     fetched: set[Path] = set()
 
@@ -309,6 +323,7 @@ def _files(names: frozenset[str], note: NoteTaker) -> Iterator[Any]:
                 return original(url, dst, *args, **kwargs)
             note(f"{_file_of(url)}: weights of the shapes of the model that takes them, as --fake-weights asks")
             fetched.add(Path(dst).absolute())
+            asked.add(_file_of(url))
 
         return download
 
@@ -347,6 +362,29 @@ class _Metric:
 
 # -- models of the hub ------------------------------------------------------------------------------------------
 
+_watching: list[bool] = []  # a hook of the interpreter is for good: there is one, for all runs
+_opening: list[Callable[[Any], None]] = []
+
+
+@contextmanager
+def _opened_of(folder: str, fakes: Fakes) -> Iterator[None]:
+    """In the context, a model is asked for where a file of its folder is opened, whoever opens it."""
+    names = {f"{folder}{os.sep}{_folder_of(name)}{os.sep}": name for name in fakes.weights}
+
+    def opened(path: Any) -> None:
+        if isinstance(path, str):
+            fakes.asked.update(name for start, name in names.items() if path.startswith(start))
+
+    if not _watching:
+        _watching.append(True)
+        sys.addaudithook(lambda event, told: [tell(told[0]) for tell in _opening] if event == "open" else None)
+    _opening.append(opened)
+    try:
+        yield
+    finally:
+        _opening.remove(opened)
+
+
 _REVISION = "0" * 40
 _SPECIAL = ("<unk>", "<s>", "</s>", "<pad>", "[CLS]", "[SEP]", "[MASK]")
 _TYPES = {
@@ -357,6 +395,11 @@ _TYPES = {
     torch.bool: "BOOL",
 }
 _hubs: dict[int, tuple[Fakes, Path]] = {}
+
+
+def _folder_of(name: str) -> str:
+    """Of a model, in a cache of the hub."""
+    return f"models--{name.replace('/', '--')}"
 
 
 def _hub(fakes: Fakes, note: NoteTaker) -> Path:
@@ -372,7 +415,7 @@ def _hub(fakes: Fakes, note: NoteTaker) -> Path:
     for there in own.iterdir() if own.is_dir() else ():
         (folder / there.name).symlink_to(there)
     for name, config in fakes.weights.items():
-        at = folder / f"models--{name.replace('/', '--')}"
+        at = folder / _folder_of(name)
         at.unlink(missing_ok=True)
         snapshot = at / "snapshots" / _REVISION
         snapshot.mkdir(parents=True)

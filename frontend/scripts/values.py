@@ -45,6 +45,7 @@ _NOTE: ContextVar[NoteTaker] = ContextVar("note")
 _PRINTED: ContextVar[bool] = ContextVar("printed", default=False)
 
 _DECIDED: ContextVar[Mapping[str, bool | int]] = ContextVar("decided")
+_ASKED: ContextVar[set[str]] = ContextVar("asked")
 _FINITE = "_echograph_finite"
 
 
@@ -82,18 +83,21 @@ def _nobody(_: str) -> None:
 
 
 @contextmanager
-def deciding(lines: Mapping[str, bool | int], note: NoteTaker = _nobody) -> Iterator[None]:
+def deciding(
+    lines: Mapping[str, bool | int], note: NoteTaker = _nobody, asked: set[str] | None = None
+) -> Iterator[None]:
     """In the context, a script goes the way that was chosen where values decide: `file.py:line` -> which.
 
     Where they decide how many elements an operator finds, that is. One of `file.py` is of all its lines that
-    have none of their own. What a library decides is noted.
+    have none of their own. What a library decides is noted; `asked` gets those of the lines that were asked for.
     """
-    tokens = _DECIDED.set(lines), _NOTE.set(note)
+    tokens = _DECIDED.set(lines), _NOTE.set(note), _ASKED.set(set() if asked is None else asked)
     try:
         yield
     finally:
         _DECIDED.reset(tokens[0])
         _NOTE.reset(tokens[1])
+        _ASKED.reset(tokens[2])
 
 
 def printed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +144,11 @@ def _going_on() -> bool | None:
 
 def _chosen(where: str) -> bool | int | None:
     lines = _DECIDED.get({})
-    return lines.get(where, lines.get(where.partition(":")[0]))
+    for said in (where, where.partition(":")[0]):
+        if said in lines:
+            _ASKED.get().add(said)
+            return lines[said]
+    return None
 
 
 def decided_size(operator: str) -> int:

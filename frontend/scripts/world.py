@@ -34,6 +34,7 @@ class World:
         gpus: whether it has a GPU for each of them.
         decided: which way the script goes at lines (`file.py:line`) where a tensor's value decides, or how many
             elements it finds there.
+        asked: those of `decided` that the script came to; worlds that are copies share it.
         told: objects that ranks which ran before told all others; worlds that are copies share it.
         unlike: calls to which ranks give different integers: what comes out of them is not known.
         given: what the rank gave to such calls; None where it is no integer that the host knows.
@@ -45,6 +46,7 @@ class World:
     local_size: int = 8
     gpus: bool = True
     decided: Mapping[str, bool | int] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set, compare=False, repr=False)
     told: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict, compare=False, repr=False)
     unlike: frozenset[Shared] = frozenset()
     given: dict[Shared, Any] = field(default_factory=dict, init=False, compare=False, repr=False)

@@ -401,3 +401,22 @@ def test_an_option_of_run_is_never_silently_idle(
     else:
         changed = _answer(after.out) != _answer(before.out)
         assert changed or f"{option.replace('--no-', '--')}: has no effect" in after.err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("echosim validate t.csv --family=", "--family: is empty"),
+        ("echosim validate t.csv --family toy --family=", "--family: is empty"),
+        ("echosim validate t.csv --grade=", "--grade: is empty"),
+        ("echosim validate t.csv --grade A,", "--grade: is empty"),
+        ("echoprof analyze . kernels --ranks=", "--ranks : give ranks with commas between them"),
+    ],
+)
+def test_an_empty_value_is_none_that_was_left_out(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, line: str
+) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    monkeypatch.chdir(tmp_path)
+    after = cli(*words.split())
+    assert after.status == 2 and line in after.err and len(after.err.splitlines()) == 1

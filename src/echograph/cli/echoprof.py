@@ -55,7 +55,7 @@ def analyze_command(
     option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE, an option of the analysis (may be given again).")
     ] = None,
-    ranks: Annotated[str, typer.Option(help="Only these ranks, for instance 0,1 or 0-7.")] = "",
+    ranks: Annotated[str | None, typer.Option(help="Only these ranks, for instance 0,1 or 0-7.")] = None,
     last_step: Annotated[
         bool, typer.Option("--last-step", help="Keep the last profiler step, which is often cut off.")
     ] = False,
@@ -102,7 +102,7 @@ def analyze_command(
             return read_folder(path, wanted, last_step=last_step, jobs=jobs, cache=cache, engine=engine, say=say)
 
     options = parse_options(name, option or (), read) if name else {}
-    wanted = sorted(parse_ranks("--ranks", ranks)) if ranks else None
+    wanted = None if ranks is None else sorted(parse_ranks("--ranks", ranks))
     copy = output if name in COPIES and not (as_csv or as_json) else None
     if copy is not None and against is not None:
         raise UsageError(f"--against: not with a copy of the traces with their {name}: leave it out, or add --csv")

@@ -432,7 +432,7 @@ def validate_command(
         words = [*(n for n, value in asked.items() if value), *given(plan), *given(system_options), *given(sizes)]
         if words:
             raise UsageError(f"{', '.join(map(option_name, words))}: only with --trace: a table's rows say it")
-        grades = tuple(grade.split(",")) if grade else ()
+        grades = tuple(grade.split(","))
         with progress("compiling") as say:
             found = validate(table, families=family or (), grades=grades, peers=peers, jobs=jobs, say=say)
     print_json(found.to_json()) if as_json else print_text(str(found))

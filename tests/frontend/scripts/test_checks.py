@@ -10,6 +10,7 @@ import torch
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.annotate import OPTIMIZER, PHASE
 from echograph.frontend.scripts.capture import capture_script
+from echograph.frontend.scripts.fakes import Fakes
 from echograph.frontend.scripts.run import Script, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
@@ -55,6 +56,49 @@ def test_a_step_in_which_nobody_communicates(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"^train\.py:10: no rank communicates .*\(--strict\)$"):
         warned(tmp_path, text, strict=True)
     assert warned(tmp_path, text, size=1, strict=True) == ()
+
+
+ASKING = """import torch
+from transformers import BertConfig
+from torchvision import datasets, transforms
+BertConfig.from_pretrained("some-lab/small-bert")
+images = datasets.MNIST("nowhere", download=True, transform=transforms.ToTensor())
+model = torch.nn.Linear(784, 10).cuda()
+model.load_state_dict(torch.hub.load_state_dict_from_url("https://somewhere/linear.pth"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in torch.utils.data.DataLoader(images, batch_size=8):
+    loss = torch.nn.functional.cross_entropy(model(x.cuda().flatten(1)), y.cuda())
+    loss.backward()
+    rate = 0.1 if loss > 1 else 0.2
+    optimizer.step()
+"""
+
+
+def test_what_is_said_and_never_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("torchvision")
+    pytest.importorskip("datasets")
+    path = tmp_path / "train.py"
+    path.write_text(ASKING)
+    small = {"architectures": ["BertForPreTraining"], "hidden_size": 32, "num_attention_heads": 2}
+
+    def told(decided: dict[str, bool | int], *misspelt: str, strict: bool = False) -> tuple[str, ...]:
+        data = dict.fromkeys(("MNIST", *misspelt))
+        weights = dict.fromkeys(("some-lab/small-bert", *(f"some-lab/{name}" for name in misspelt)), small)
+        made = Fakes(data=data, weights=weights, files=frozenset(("linear.pth", *(f"{n}.pth" for n in misspelt))))
+        script = Script(path=path, strict=strict, fakes=made)
+        return capture_script(script, World(size=1, decided=decided), TorchAdapter()).warnings
+
+    assert told({"train.py:12": True}) == ()
+    assert told({"train.py": True}) == ()
+    found = told({"train.py:12": True, "train.py:11": True, "other.py": False}, "CIFAR10")
+    assert [line.partition(": ")[0] for line in found] == [
+        "--decide train.py:11", "--decide other.py", "--fake-data CIFAR10", "--fake-weights some-lab/CIFAR10",
+        "--fake-weights CIFAR10.pth",
+    ]  # fmt: skip
+    assert "no value decided anything there" in found[0] and "never asked for it" in found[2]
+    with pytest.raises(CaptureError, match=r"^--decide other\.py: no value decided .*\(--strict\)$"):
+        told({"train.py:12": True, "other.py": False}, strict=True)
 
 
 def test_a_parameter_that_no_backward_pass_reaches(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from echograph.errors import DataError, InputError
+from echograph.errors import DataError, InputError, UsageError
 from echograph.workflow.validation.spellings import recompute
 
 MAX_ROWS = 100_000
@@ -189,7 +189,11 @@ def read(path: Path, families: Sequence[str] = (), grades: Sequence[str] = ()) -
     Raises:
         InputError: the table cannot be read.
         DataError: it lacks a column, or no row is left, of all families or of one of them.
+        UsageError: a family or a grade is asked for that has no name.
     """
+    for asked, names in (("--family", families), ("--grade", grades)):
+        if not all(names):
+            raise UsageError(f"{asked}: is empty: give a value, or leave it out")
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
@@ -203,8 +207,8 @@ def read(path: Path, families: Sequence[str] = (), grades: Sequence[str] = ()) -
     lacking = [name for name in families if name not in {row.family for row in kept}]
     if not kept or lacking:
         known = ", ".join(sorted({row.family for row in rows})) or "none"
-        asked = f"family {lacking[0][:40]}" if lacking and kept else "the families"
-        raise DataError(f"{path}: no row of {asked} and grades asked for; it has {known}")
+        of = f"family {lacking[0][:40]}" if lacking and kept else "the families"
+        raise DataError(f"{path}: no row of {of} and grades asked for; it has {known}")
     return kept
 
 
