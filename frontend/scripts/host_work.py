@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -354,10 +354,13 @@ def compiled(function: Any) -> Any:
     return run
 
 
-def known_as(name: str) -> Callable[[Any], Any]:
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def known_as(name: str) -> Callable[[F], F]:
     """Makes what stands for a library's function: it counts as one call of that, by the name it is known by."""
 
-    def standing_in(function: Any) -> Any:
+    def standing_in(function: F) -> F:
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             counter = WorkCounter.current
@@ -366,7 +369,7 @@ def known_as(name: str) -> Callable[[Any], Any]:
             with counter.called(name):
                 return function(*args, **kwargs)
 
-        return run
+        return cast(F, run)
 
     return standing_in
 
