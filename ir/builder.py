@@ -621,7 +621,13 @@ Rows = Int64 | range
 """Rows of a table, in the order in which they are to stand."""
 
 
-def copy_tensors(builder: GraphBuilder, graph: Graph, rows: Rows, tensors: Int64) -> None:
+def copy_tensors(
+    builder: GraphBuilder,
+    graph: Graph,
+    rows: Rows,
+    tensors: Int64,
+    roles: Mapping[int, t.TensorRole] = MappingProxyType({}),
+) -> None:
     """Copies tensors into the open block.
 
     Args:
@@ -629,6 +635,7 @@ def copy_tensors(builder: GraphBuilder, graph: Graph, rows: Rows, tensors: Int64
         graph: the old one.
         rows: of its table, in the order in which they are to stand.
         tensors: int64, for each of its tensors the new row, where one of these is an alias of it.
+        roles: by new row, those of tensors that have others now.
     """
     stored = {
         Holds.NUMBER: lambda values: values,
@@ -636,6 +643,8 @@ def copy_tensors(builder: GraphBuilder, graph: Graph, rows: Rows, tensors: Int64
         Holds.TENSOR: lambda values: np.where(values >= 0, tensors[values], values),
     }
     _copy(graph.tensors, TENSOR_COLUMNS, rows, builder._t, builder._t_ragged, stored)
+    for row, role in roles.items():
+        builder._t["role"].items[row] = role
 
 
 def copy_ops(

@@ -336,10 +336,36 @@ class ShardedBlock:
 
     def copy_in_phase(self, rows: range, phase: t.Phase) -> None:
         """Writes operations that stay as they are, on the tensors that a phase uses, made as they are used."""
-        tensors = np.full(len(self.graph.tensors), NONE)
-        for index in self.graph.ops.touched(rows):
-            tensors[index] = self.use(index, phase)
+        tensors, touched = np.full(len(self.graph.tensors), NONE), self.graph.ops.touched(rows)
+        self._use_whole(touched, phase)
+        for index in touched:
+            tensors[index] = self.written.tensors[index, self.variant(index, phase)]
         self._copy_onto(rows, tensors)
+
+    def _use_whole(self, touched: Iterable[int], phase: t.Phase) -> None:
+        """Makes what tensors are in a phase that does not work on shards, as `use` does, but all at one go."""
+        known, alias_of, first = self.written.tensors, self.graph.tensors.alias_of, self.builder.tensor_count()
+        made: list[int] = []
+        for index in touched:
+            variant, its = self.variant(index, phase), list[int]()
+            # All aliases of a tensor are the same to a phase; it is made before them.
+            while index != NONE and (index, variant) not in known:
+                its.append(index)
+                index = alias_of.item(index)
+            for row in reversed(its):
+                known[row, variant] = first + len(made)
+                made.append(row)
+                if self.graph.tensors.port[row]:
+                    self.written.ports.append((known[row, variant], (row, variant)))
+        if not made:
+            return
+        rows, new = np.array(made, np.int64), np.full(len(self.graph.tensors), NONE)
+        aliases = distinct(alias_of[rows])
+        for row in aliases[aliases != NONE].tolist():
+            new[row] = known[row, self.variant(row, phase)]
+        lasting = np.isin(self.graph.tensors.role[rows], PERSISTENT) | np.isin(rows, list(self.division.gradients))
+        roles = {at: self.whole_role(self.graph.tensor(made[at])) for at in np.flatnonzero(lasting).tolist()}
+        copy_tensors(self.builder, self.graph, rows, new, {first + at: role for at, role in roles.items()})
 
     def finish(self, first_tensor: int, first_op: int) -> Written:
         """The block, once all its rows are written."""

@@ -154,6 +154,11 @@ class KnownCosts:
         self._numbers: dict[CostKey, int] = {}
         self._costs: list[tuple[CostEstimate, PowerDraw]] = []
 
+    @property
+    def count(self) -> int:
+        """How many costs are known."""
+        return len(self._costs)
+
     def of(
         self, graph: Graph, rows: Int64, device: DeviceProfile
     ) -> tuple[list[tuple[CostEstimate, PowerDraw]], Int64]:

@@ -808,13 +808,12 @@ def _passes(sample: Sample, layout: _Layout) -> dict[str, Int64]:
     pieces = np.full((len(layout.labels), len(order.kinds), distinct, sample.chunks), NONE)
     names = np.full((len(order.kinds), sample.chunks), NONE)
     for program, (labels, first) in enumerate(zip(layout.labels, layout.first_piece, strict=False)):
-        for piece, label in enumerate(labels, first):
-            kind, micro_batch, chunk = label
+        for at, label in enumerate(labels, first):
+            kind, its, chunk = label
             # An update stands once, whatever the micro-batch that it follows.
-            of = slice(None) if label == sample.update else micro_batch
-            pieces[program, number[kind], of, chunk] = piece
-    for (kind, chunk), name in layout.names.items():
-        names[number[kind], chunk] = name
+            pieces[program, number[kind], slice(None) if label == sample.update else its, chunk] = at
+    for (kind, chunk), known in layout.names.items():
+        names[number[kind], chunk] = known
     stage = np.repeat(np.arange(stages), np.diff(order.at))
     last = order.micro_batch == sample.micro_batches - 1
     which = np.where(last, distinct - 1, np.minimum(order.micro_batch, 1))

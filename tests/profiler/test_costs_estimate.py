@@ -43,6 +43,7 @@ from echograph.profiler.costs.estimate import (
     ROWWISE_SLOWER,
     SCAN_KERNELS,
     SCAN_SHARE,
+    KnownCosts,
     cost_of,
     estimate,
 )
@@ -375,6 +376,34 @@ def test_what_is_known_stays_and_the_rest_is_estimated() -> None:
     assert found.source[[0, 3, 6, 7]].tolist() == [Source.FITTED] * 4
     assert found.spread[[0, 6]].tolist() == pytest.approx([one.spread, more.spread])
     assert not found.samples.any()
+
+
+def test_what_other_graphs_asked_for_is_known_whatever_they_number_it() -> None:
+    """Names, attributes and types have other numbers in each graph; what is known is by what they are."""
+
+    def two(first: str, second: str, shapes: tuple[Shape, Shape], gemm_first: bool) -> StepGraph:
+        builder = GraphBuilder()
+        x, y, z = (
+            builder.tensor(f"{at}", shape, BF16, TensorRole.ACTIVATION)
+            for at, shape in enumerate((*shapes, shapes[0]))
+        )
+        sizes: dict[str, Any] = {"phase": Phase.FORWARD, "bytes_read": 1 << 20, "bytes_written": 1 << 20}
+        values = (Gemm(), None) if gemm_first else (None, Gemm())
+        for name, attributes in zip((first, second), values, strict=True):
+            operands: dict[str, Any] = {"inputs": (x, y), "outputs": (z,)} if attributes else {"inputs": (y,)}
+            builder.compute(name, attributes=attributes, **operands, **sizes)
+        return builder.build(StepGraph)
+
+    known = KnownCosts()
+    for graph in (
+        two("aten.mm", "aten.mul", ((64, 64), (64, 64)), True),
+        two("aten.mul", "aten.mm", ((512, 512), (512, 512)), False),
+        two("aten.sum", "aten.mm", ((64, 64), (64, 64)), False),
+        two("aten.mul", "aten.mm", ((64, 64), (64, 64)), False),
+    ):
+        assert estimate(graph, H100, 1.0, known).picoseconds.tolist() == estimate(graph, H100).picoseconds.tolist()
+    # Products and their sizes, and kernels of other names or sizes; the last graph's were known.
+    assert known.count == 5
 
 
 def test_what_the_clock_does_not_count_is_refused() -> None:

@@ -166,6 +166,31 @@ def test_stages_that_stand_for_others_are_lowered_once() -> None:
     assert other.stand_for == (0, 1, 2, 3)
 
 
+def test_what_a_step_is_laid_out_of_is_known_for_other_sizes_and_counts() -> None:
+    """More micro-batches, and samples of another size, take other times and wait for the same."""
+    once = Predictor(graph("llama"), System("dgx-h100"))
+    size = graph("llama").workload.batch_size
+    for dp, count in ((2, 8), (2, 24), (4, 12), (2, 2)):
+        plan = Plan(gpus=4 * dp, pp=4, zero=1, global_batch=size * dp * count)
+        whole, _ = predict(graph("llama"), plan, System("dgx-h100"), memory=False)
+        assert once._step(plan).step_ps == whole.step_ps
+    few, many = (len(its.labels[0]) for its in once._layouts.values() if not isinstance(its, composed.NotAlike))
+    assert len(once._layouts) == 2 and {few, many} == {2 * 2 + 1, 2 * 3 + 1}
+
+
+def test_stages_that_were_written_are_in_no_cycle() -> None:
+    from echograph.ir.passes.pipeline import Chunk, Pipeline
+
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        Pipeline(stages=4, chunks=2, schedule="interleaved", micro_batches=8).alike(graph("gpt2-xl"))
+        assert not any(isinstance(each, Chunk) for each in gc.get_objects())
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
 def test_what_cannot_be_put_together_is_refused() -> None:
     plan = Plan(gpus=4, pp=2, vpp=2, ep=2, global_batch=16, overlap_moe_expert_parallel_comm=True)
     with pytest.raises(composed.NotAlike, match="pairs"):
@@ -211,3 +236,15 @@ def test_cycles_are_looked_for_as_before(collects: bool) -> None:
         assert gc.isenabled() == collects
     finally:
         (gc.enable if was else gc.disable)()
+
+
+def test_what_others_froze_stays_frozen() -> None:
+    """Objects that whoever calls keeps from being looked through."""
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        plan = Plan(gpus=2, pp=2, global_batch=4 * graph("bert").workload.batch_size)
+        predictor("bert").predict(plan, memory=False, interval=False)
+        assert gc.get_freeze_count() > frozen // 2 > 0  # some are no longer referred to
+    finally:
+        gc.unfreeze()
