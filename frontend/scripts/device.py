@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
+import sysconfig
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -44,7 +46,7 @@ from echograph.frontend.scripts.fakes import option_for
 from echograph.frontend.scripts.found import finding, finds
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
-from echograph.frontend.scripts.requirements import unmet
+from echograph.frontend.scripts.requirements import asked, unmet
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
 from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, decided_size, deciding, keep_finite
 from echograph.frontend.scripts.world import NO_GPU, World
@@ -102,11 +104,22 @@ _REMEDIES = (
         "PyTorch takes it for a file that may run code: where it is trusted, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
         "in the environment lets it be read",
     ),
+    (
+        r"Default process group has not been initialized",
+        "ranks find RANK and WORLD_SIZE in the environment, as torchrun sets them, and the script made no group: "
+        "give it behind -- what it takes from its launcher as well (--local_rank 0, say)",
+    ),
+    (
+        r"Cannot view a tensor with shape|view size is not compatible",
+        "as on real ranks: what it views does not lie in memory so, which today's PyTorch refuses: reshape copies",
+    ),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
+_PYTHON = Path(sysconfig.get_paths()["stdlib"]).parts
 _FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine")
 # What brings a package of another name.
 _DISTRIBUTIONS = {
+    "antlr4": "antlr4-python3-runtime",
     "attr": "attrs", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dateutil": "python-dateutil",
     "dotenv": "python-dotenv", "faiss": "faiss-cpu", "git": "gitpython", "google": "protobuf",
     "hydra": "hydra-core",
@@ -114,6 +127,11 @@ _DISTRIBUTIONS = {
     "umap": "umap-learn", "yaml": "pyyaml",
 }  # fmt: skip
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
+_SOURCES = ("*.pyx", "*.cpp", "*.cc", "*.cu", "setup.py")
+_BUILT = "{} is compiled from the repository's folder {}: build it there first, as its README says"
+_STOOD_IN = (
+    "{} is not installed, and what stands in for it has no such name: let the script take PyTorch's own operators"
+)
 _OTHER_VERSION = (
     "which may be why: a script that raises on real ranks, too, is captured once it runs with what is here, or "
     "from an environment with what it asks for"
@@ -175,14 +193,36 @@ def remedy(error: BaseException, script: Path) -> str:
     called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
     if known or not (called or isinstance(error, AttributeError | ImportError) or _raising(error)):
         return known
-    packages = (*_raising(error), *(_called(text) if called else ()), "")
-    other = next(filter(None, (unmet(script, package) for package in packages)), "")
+    packages = list(dict.fromkeys((*_raising(error), *(_called(text) if called else _owner(error)))))
+    other = next(filter(None, (unmet(script, package) for package in (*packages, "torch"))), "")
+    if not other and not isinstance(error, ImportError):
+        other = next(filter(None, map(_here, packages if called or _owner(error) else ())), "")
     return f"{other}, {_OTHER_VERSION}" if other else ""
+
+
+def _owner(error: BaseException) -> list[str]:
+    """The package of what lacks an attribute: a module, or an object of a class."""
+    if not isinstance(error, AttributeError):
+        return []
+    lacking = error.obj
+    name = lacking.__name__ if isinstance(lacking, ModuleType) else type(lacking).__module__
+    return [name.partition(".")[0]]
+
+
+def _here(package: str) -> str:
+    """Which version of a package is installed; "" of PyTorch, which the script's own classes are mostly of."""
+    if package == "torch":
+        return ""
+    with suppress(PackageNotFoundError):
+        return f"{package} {version(package)} is here, and the script may be written for another version"
+    return ""
 
 
 def _raising(error: BaseException) -> list[str]:
     """Packages that were running where one of them raised, the innermost first; none where the script did."""
     frames = [Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
+    while frames and frames[-1][: len(_PYTHON)] == _PYTHON and "site-packages" not in frames[-1]:
+        frames.pop()  # Python's own modules raise for whoever calls them
     if not frames or "site-packages" not in frames[-1]:
         return []
     within = [parts[parts.index("site-packages") + 1] for parts in frames if "site-packages" in parts]
@@ -209,15 +249,19 @@ def _of_package(error: ImportError, name: str, script: Path) -> str:
     if found is not None and found.origin is not None:
         with suppress(PackageNotFoundError):
             here = f"{package} {version(package)}"
-            asked = unmet(script, package)
-            told = f" ({asked})" if asked else ""
+            other = unmet(script, package)
+            told = f" ({other})" if other else ""
             return f"{here} has no such name: install the version that the script is written for{told}"
-        return ""
+        folder = Path(found.origin).parent
+        built = isinstance(error, ModuleNotFoundError) and any(map(list, map(folder.glob, _SOURCES)))
+        return _BUILT.format(name, folder.name) if built else ""
     if not isinstance(error, ModuleNotFoundError):
-        return ""
+        return _STOOD_IN.format(name) if found is not None and found.loader is None else ""
     # Of a package without a place of its own, several distributions have parts.
     part = _DISTRIBUTIONS.get(package, package) if found is None else name
-    return _NEEDS_GPU if package in _FOR_GPUS else f"install {part} beside echograph"
+    wanted = asked(script, part)
+    told = f" ({wanted})" if wanted else ""
+    return _NEEDS_GPU if package in _FOR_GPUS else f"install {part} beside echograph{told}"
 
 
 def answers(world: World) -> Iterator[AbstractContextManager[None]]:
@@ -621,7 +665,8 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made.detach(), tensor.requires_grad)
         memo[id(tensor)] = made
-        made.grad = copy.deepcopy(tensor.grad, memo)
+        if isinstance(tensor.grad, FakeTensor):  # below the mode, which would bring it here
+            made.grad = _copied(tensor.grad, memo)
         for name in vars(tensor).keys() - vars(made).keys():
             held = vars(tensor)[name]
             with (

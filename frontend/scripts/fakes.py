@@ -14,7 +14,6 @@ import json
 import os
 import random
 import shutil
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from echograph.errors import MissingExtraError, UnknownNameError, UsageError
 from echograph.frontend.scripts.adapter import patched, replaced
+from echograph.frontend.scripts.opened import Listener, listening
 from echograph.frontend.scripts.values import NoteTaker
 
 MOST_ROWS = 1024
@@ -89,7 +89,7 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
                 stack.enter_context(kept)
         if fakes.weights:
             folder = str(_hub(fakes, note))
-            stack.enter_context(_opened_of(folder, fakes))
+            stack.enter_context(listening(_asking_for(folder, fakes)))
             # Read from the environment as the package is imported, which may have been before.
             constants = _package("huggingface_hub.constants")
             stack.enter_context(replaced(constants, "HF_HUB_CACHE", folder))
@@ -362,27 +362,15 @@ class _Metric:
 
 # -- models of the hub ------------------------------------------------------------------------------------------
 
-_watching: list[bool] = []  # a hook of the interpreter is for good: there is one, for all runs
-_opening: list[Callable[[Any], None]] = []
 
-
-@contextmanager
-def _opened_of(folder: str, fakes: Fakes) -> Iterator[None]:
-    """In the context, a model is asked for where a file of its folder is opened, whoever opens it."""
+def _asking_for(folder: str, fakes: Fakes) -> Listener:
+    """A model is asked for where a file of its folder is opened, whoever opens it."""
     names = {f"{folder}{os.sep}{_folder_of(name)}{os.sep}": name for name in fakes.weights}
 
-    def opened(path: Any) -> None:
-        if isinstance(path, str):
-            fakes.asked.update(name for start, name in names.items() if path.startswith(start))
+    def told(path: str, _: str) -> None:
+        fakes.asked.update(name for start, name in names.items() if path.startswith(start))
 
-    if not _watching:
-        _watching.append(True)
-        sys.addaudithook(lambda event, told: [tell(told[0]) for tell in _opening] if event == "open" else None)
-    _opening.append(opened)
-    try:
-        yield
-    finally:
-        _opening.remove(opened)
+    return told
 
 
 _REVISION = "0" * 40

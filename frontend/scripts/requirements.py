@@ -33,12 +33,24 @@ def unmet(script: Path, package: str = "") -> str:
             with suppress(PackageNotFoundError):
                 here = version(name)
                 if not _meets(here, wanted):
-                    shown = f"{name}{wanted.replace(' ', '').rstrip(',')}"
-                    found.setdefault(key, f"{file} asks for {shown}, and {here} is here")
+                    found.setdefault(key, f"{file} asks for {_shown(name, wanted)}, and {here} is here")
     wanted_name = package.lower().replace("_", "-")
     if wanted_name:
         return found.get(wanted_name, "")
     return found.get("torch") or next(iter(found.values()), "")
+
+
+def asked(script: Path, package: str) -> str:
+    """What is asked of a package that is not there, as `requirements.txt asks for numpy==1.13.3`; "": nothing."""
+    for file, wanted in _files(script):
+        for name, bounds in wanted:
+            if name.lower().replace("_", "-") == package.lower().replace("_", "-"):
+                return f"{file} asks for {_shown(name, bounds)}"
+    return ""
+
+
+def _shown(name: str, bounds: str) -> str:
+    return f"{name}{bounds.replace(' ', '').rstrip(',')}"
 
 
 def _files(script: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import multiprocessing.context
 import os
@@ -375,9 +376,14 @@ def _settings_kept() -> Iterator[None]:
     limit, dtype, grad = sys.getrecursionlimit(), torch.get_default_dtype(), torch.is_grad_enabled()
     precision = torch.get_float32_matmul_precision()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    names = vars(builtins)
+    before = dict(names)
     try:
         yield
     finally:
+        for name in names.keys() - before.keys():
+            del names[name]
+        names.update(before)
         sys.setrecursionlimit(limit)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)

@@ -5,10 +5,8 @@ Of a file of safetensors, which others wrote, shapes and types are read.
 
 from __future__ import annotations
 
-import builtins
 import copy
 import importlib
-import io
 import json
 import os
 import shutil
@@ -27,6 +25,7 @@ from torch import Tensor
 
 from echograph.errors import CaptureError
 from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.opened import listening
 
 
 class Saved:
@@ -48,8 +47,7 @@ class Saved:
             stack.callback(put_back, files.folder)
             stack.enter_context(patched(torch, "save", partial(self._saving, files)))
             stack.enter_context(patched(torch, "load", self._loading))
-            for owner in (builtins, io):
-                stack.enter_context(patched(owner, "open", files.opening))
+            stack.enter_context(listening(files.opening))
             yield
 
     def _saving(self, files: Overwritten, original: Callable[..., Any]) -> Callable[..., None]:
@@ -109,27 +107,21 @@ class Overwritten:
         self.folder = folder
         self._known: dict[str, Path] = {}
 
-    def opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`open` that keeps a file before its bytes are written anew: what is saved there has no values."""
+    def opening(self, path: str, mode: str) -> None:
+        """Keeps a file before it is written anew: what is saved there has no values."""
+        if set(mode) & {"w", "x"}:
+            self._keep(Path(path).absolute())
 
-        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if "b" in mode and set(mode) & {"w", "x"} and isinstance(file, str | os.PathLike):
-                self._keep(Path(os.fspath(file)).absolute(), original)
-            return original(file, mode, *args, **kwargs)
-
-        return opened
-
-    def _keep(self, path: Path, opening: Callable[..., Any]) -> None:
+    def _keep(self, path: Path) -> None:
         if str(path) in self._known or self.folder in path.parents or (path.exists() and not path.is_file()):
             return
         self._known[str(path)] = kept = self.folder / str(len(self._known))
         kept.mkdir()
-        with opening(kept / _PATH, "w") as named:
-            named.write(str(path))
+        (kept / _PATH).write_text(str(path))
         if path.exists():
             # What cannot be read is not kept; the script may write it nevertheless.
-            with suppress(OSError), opening(path, "rb") as before, opening(kept / _COPY, "wb") as copied:
-                shutil.copyfileobj(before, copied)
+            with suppress(OSError):
+                shutil.copyfile(path, kept / _COPY)
 
     def saved(self, name: str) -> None:
         """A script saves there, and nothing is written."""

@@ -390,6 +390,31 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
             "torch.nn.Linear(1, 1)._handles",
             "the script raised it",
         ),
+        # Python's own module raises, for a package that called it.
+        (
+            "torch==1.0.0",
+            "torch.hub.load_state_dict_from_url('nothing', model_dir='.')",
+            "requirements.txt asks for torch==1.0.0, and",
+        ),
+        ("packaging==1.0", "__import__('packaging').no_such", "requirements.txt asks for packaging==1.0, and"),
+        (
+            "",
+            "__import__('packaging').no_such",
+            r"packaging [\d.]+ is here, and the script may be written for another",
+        ),
+        (
+            "",
+            "__import__('packaging.version').version.Version(of=3)",
+            r"packaging [\d.]+ is here, and the script may",
+        ),
+        (
+            "no_such_package==1.2",
+            "import no_such_package",
+            r"install no_such_package beside echograph \(requirements.txt asks for no_such_package==1.2\)",
+        ),
+        ("numpy<1.0", "torch.distributed.barrier()", r"RANK and WORLD_SIZE .* the script made no group"),
+        ("", "torch.ones(3, 2).t().view(-1)", "as on real ranks: what it views does not lie in memory so"),
+        ("", "from xformers.ops import no_such", "what stands in for it has no such name"),
     ],
 )
 def test_an_error_says_which_version_the_repository_asks_for(
@@ -481,3 +506,14 @@ assert attention.flash_attn_func(x, x, x, causal=True).shape == x.shape
     path.write_text(text.format(name="kernels-community/activation"))
     with pytest.raises(CaptureError, match=r"^train\.py:3: kernels-community/activation is compiled"):
         run_script(Script(path=path), World(), TorchAdapter())
+
+
+def test_a_part_that_is_to_be_compiled_first(tmp_path: Path) -> None:
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "fast" / "__init__.py").write_text("from .core import run")
+    (tmp_path / "fast" / "core.pyx").touch()
+    (tmp_path / "train.py").write_text("import fast")
+    with pytest.raises(
+        CaptureError, match=r"^fast/__init__\.py:1: .*fast\.core is compiled from the .* folder fast"
+    ):
+        run_script(Script(path=tmp_path / "train.py"), World(), TorchAdapter())

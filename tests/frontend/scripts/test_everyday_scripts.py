@@ -309,3 +309,42 @@ def test_a_value_that_is_put_where_a_known_mask_is_true_has_a_gradient(tmp_path:
     (tmp_path / "train.py").write_text(MASKED)
     run = run_script(Script(path=tmp_path / "train.py"), World(), TorchAdapter())
     assert run.recorder.recorded
+
+
+COPIED = """import copy
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(4, 8).cuda()).sum().backward()
+    optimizer.step()
+    kept = copy.deepcopy(model)
+    assert kept.weight.grad is not model.weight.grad and kept.weight.grad.shape == (8, 8)
+    assert kept.weight.grad.device == kept.weight.device == model.weight.device
+"""
+
+
+def test_a_model_is_copied_with_its_gradients(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(COPIED)
+    assert run_script(Script(path=tmp_path / "train.py"), World(), TorchAdapter()).recorder.recorded
+
+
+OWN_PRINT = """import builtins
+import torch
+assert type(print) is type(open) is type(len)
+plain = builtins.print
+builtins.print = lambda *said, clean=False, **how: plain(*said, **how)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    print("step", step, clean=True)
+"""
+
+
+def test_functions_of_python_are_of_their_types_and_a_script_may_have_its_own(tmp_path: Path) -> None:
+    before = print, open
+    (tmp_path / "train.py").write_text(OWN_PRINT)
+    assert run_script(Script(path=tmp_path / "train.py"), World(), TorchAdapter()).recorder.recorded
+    assert (print, open) == before
