@@ -116,14 +116,15 @@ _REMEDIES = (
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
 _PYTHON = Path(sysconfig.get_paths()["stdlib"]).parts
-_FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine")
+_FOR_GPUS = ("triton", "cupy", "flash_attn", "apex", "transformer_engine")
 # What brings a package of another name.
 _DISTRIBUTIONS = {
     "antlr4": "antlr4-python3-runtime",
     "attr": "attrs", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dateutil": "python-dateutil",
     "dotenv": "python-dotenv", "faiss": "faiss-cpu", "git": "gitpython", "google": "protobuf",
     "hydra": "hydra-core",
-    "PIL": "pillow", "pkg_resources": '"setuptools<81"', "skimage": "scikit-image", "sklearn": "scikit-learn",
+    "PIL": "pillow", "pkg_resources": '"setuptools<81"',
+    "pynvml": "nvidia-ml-py", "skimage": "scikit-image", "sklearn": "scikit-learn",
     "umap": "umap-learn", "yaml": "pyyaml",
 }  # fmt: skip
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
