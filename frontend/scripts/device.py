@@ -192,7 +192,9 @@ def remedy(error: BaseException, script: Path) -> str:
         made = option_for(error)
         return f"{known}, or have it made of its shapes: {made}" if made else known
     called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
-    if known or not (called or isinstance(error, AttributeError | ImportError) or _raising(error)):
+    # A file that is not there is in no version.
+    other_version = called or isinstance(error, AttributeError | ImportError) or _raising(error)
+    if known or not other_version or isinstance(error, OSError):
         return known
     packages = list(dict.fromkeys((*_raising(error), *(_called(text) if called else _owner(error)))))
     other = next(filter(None, (unmet(script, package) for package in (*packages, "torch"))), "")

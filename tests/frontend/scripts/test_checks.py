@@ -414,6 +414,7 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
         ),
         ("numpy<1.0", "torch.distributed.barrier()", r"RANK and WORLD_SIZE .* the script made no group"),
         ("", "torch.ones(3, 2).t().view(-1)", "as on real ranks: what it views does not lie in memory so"),
+        ("torch==1.0.0", "torch.load('nowhere.pth')", "No such file .*: the script raised it"),
         ("", "import pynvml", "install nvidia-ml-py beside echograph"),
         ("", "from xformers.ops import no_such", "what stands in for it has no such name"),
     ],
