@@ -116,14 +116,15 @@ _REMEDIES = (
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
 _PYTHON = Path(sysconfig.get_paths()["stdlib"]).parts
-_FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine")
+_FOR_GPUS = ("triton", "cupy", "flash_attn", "apex", "transformer_engine")
 # What brings a package of another name.
 _DISTRIBUTIONS = {
     "antlr4": "antlr4-python3-runtime",
     "attr": "attrs", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dateutil": "python-dateutil",
     "dotenv": "python-dotenv", "faiss": "faiss-cpu", "git": "gitpython", "google": "protobuf",
     "hydra": "hydra-core",
-    "PIL": "pillow", "pkg_resources": '"setuptools<81"', "skimage": "scikit-image", "sklearn": "scikit-learn",
+    "PIL": "pillow", "pkg_resources": '"setuptools<81"',
+    "pynvml": "nvidia-ml-py", "skimage": "scikit-image", "sklearn": "scikit-learn",
     "umap": "umap-learn", "yaml": "pyyaml",
 }  # fmt: skip
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
@@ -191,7 +192,9 @@ def remedy(error: BaseException, script: Path) -> str:
         made = option_for(error)
         return f"{known}, or have it made of its shapes: {made}" if made else known
     called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
-    if known or not (called or isinstance(error, AttributeError | ImportError) or _raising(error)):
+    # A file that is not there is in no version.
+    other_version = called or isinstance(error, AttributeError | ImportError) or _raising(error)
+    if known or not other_version or isinstance(error, OSError):
         return known
     packages = list(dict.fromkeys((*_raising(error), *(_called(text) if called else _owner(error)))))
     other = next(filter(None, (unmet(script, package) for package in (*packages, "torch"))), "")

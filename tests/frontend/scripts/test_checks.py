@@ -414,12 +414,15 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
         ),
         ("numpy<1.0", "torch.distributed.barrier()", r"RANK and WORLD_SIZE .* the script made no group"),
         ("", "torch.ones(3, 2).t().view(-1)", "as on real ranks: what it views does not lie in memory so"),
+        ("torch==1.0.0", "torch.load('nowhere.pth')", "No such file .*: the script raised it"),
+        ("", "import pynvml", "install nvidia-ml-py beside echograph"),
         ("", "from xformers.ops import no_such", "what stands in for it has no such name"),
     ],
 )
 def test_an_error_says_which_version_the_repository_asks_for(
-    tmp_path: Path, asked: str, raises: str, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, raises: str, what: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # what is downloaded in part stays there
     (tmp_path / ".git").mkdir()
     (tmp_path / "requirements.txt").write_text(asked)
     folder = tmp_path / "training"
