@@ -382,7 +382,7 @@ def _fit_gemm(
             peak=SAME_UNITS.get(dtype, dtype),
             element_bytes=ELEMENT_BYTES[dtype],
             basis=_basis(rows, used) + (UNFILLED if np.all(rows.unfilled()) else ""),
-            with_grid=len(rows) >= DENSE_ROWS and dtype != "fp32",
+            with_grid=len(rows) >= DENSE_ROWS,
             between_libraries=_apart(every, dtype, rows, relative),
             # What a slow call hides: a product's own launch, and that of the cast before it, which is assumed.
             launch_s=models["bf16"].launch_s + UNTIMED_LAUNCH_S if hosted else None,
@@ -721,12 +721,21 @@ def _grouped(
                 element_bytes=ELEMENT_BYTES[dtype],
                 launch_s=gemm["bf16"].launch_s,
                 basis=_basis(rows, used),
+                same_chip=_same_chip(table, facts, dtype),
             )
     together = relative.grouped.together if relative is not None else {}
     apart = table.select(gpus=facts.rows.second_source, ops=["group_matmul"])
     if facts.rows.second_source and len(apart) and "bf16" in products:
         together = fit_passes(apart, products["bf16"], sheet)
     return msgspec.structs.replace(model, products=products, together=together)
+
+
+def _same_chip(table: KernelTable, facts: DeviceFacts, dtype: str) -> KernelTable | None:
+    """Layers of experts of another device of the chip, where the file names one that the table has."""
+    if not facts.rows.same_chip:
+        return None
+    rows = table.select(gpus=facts.rows.same_chip, ops=["fused_experts"], dtypes=_alike(dtype))
+    return rows if len(layers_of_library(rows)) else None
 
 
 def _passes(

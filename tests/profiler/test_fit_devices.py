@@ -145,6 +145,25 @@ def test_the_fit_recovers_a_device_that_it_can_express() -> None:
     assert model.label.held_out.long.median_abs < 0.03
 
 
+@pytest.mark.parametrize("step", [64, 128])
+def test_the_step_of_fp32_is_found(step: int) -> None:
+    """Of batches whose depths no step but their own pads alike, and whose grid is one of batches."""
+    profile = load_device("a100-sxm-80")
+    made = msgspec.structs.replace(profile.gemm["fp32"], residual=None, k_step=step)
+    sizes = (
+        (16.0, 64.0, 512.0),
+        (512.0, 1024.0),
+        (512.0, 1024.0, 2048.0),
+        (64.0, 96.0, 128.0, 192.0, 320.0, 1024.0),
+    )
+    b, m, n, k = (axis.ravel() for axis in np.meshgrid(*sizes))
+    rows = Products(batch=b, m=m, n=n, k=k, seconds=gemm_seconds(made, profile.datasheet, b, m, n, k))
+    model = fit_gemm(rows, profile.datasheet, peak="fp32", element_bytes=4.0, basis="")
+    assert model.k_step == step
+    assert model.residual is not None and model.residual.knots[0][-1] > 16 * 65_536
+    assert model.label.held_out.long is not None and model.label.held_out.long.median_abs < 0.01
+
+
 def test_the_fit_is_deterministic() -> None:
     sheet = load_device("a100-sxm-80").datasheet
     rows = synthetic(300, 0.05)
