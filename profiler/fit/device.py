@@ -79,6 +79,12 @@ SAME_UNITS = {"fp8_block": "fp8"}
 """Whose peak a dtype has that the datasheet does not list."""
 
 
+TF32_LAYOUTS = {"hopper": {"NN": 1.11, "NT": 1.64}}
+"""Of products in TF32, which Hopper's instruction reads only with k innermost (PTX ISA, wgmma: a transposed
+operand is of 16 bits), their time over that of the layout which has it so: medians of 60 each of one H200's
+(benchmarks/measured/h200_products.csv, 2026-11-27). In bf16 the same products take 1.00 times as long."""
+
+
 def scaled_label(basis: str) -> Label:
     """The label of anything borrowed."""
     return Label(
@@ -121,6 +127,9 @@ def borrow_gemm(
             models[dtype] = derive(own["bf16"], dtype, f"assumed: bf16's model at the {dtype} peak")
         elif "bf16" in lent:
             models[dtype] = derive(lent["bf16"], dtype, f"scaled from {name}: bf16's model at the {dtype} peak")
+    if {"bf16", "tf32"} <= models.keys():
+        layouts = models["bf16"].transposed_scale | TF32_LAYOUTS.get(facts.architecture, {})
+        models["tf32"] = msgspec.structs.replace(models["tf32"], transposed_scale=layouts)
     return models
 
 

@@ -326,6 +326,15 @@ def _text(path: Path, text: str) -> Path:
     return path
 
 
+def test_gradients_of_weights_in_tf32_are_slow_on_hopper_alone() -> None:
+    """Its instruction transposes operands of 16 bits only; other architectures borrow nothing of that."""
+    for name, slower in (("h200", 1.64), ("h800", 1.64), ("b200", 1.0), ("mi300x", 1.0), ("a100-sxm-80", 1.0)):
+        device = load_device(name)
+        sizes = {"m": 4096, "n": 4096, "k": 8192}
+        forward, weights = (gemm(device, dtype="tf32", layout=layout, **sizes).seconds for layout in ("TN", "NT"))
+        assert weights / forward == pytest.approx(slower, rel=0.05)
+
+
 def test_every_relative_of_the_datasheet_file_stands_before_its_borrowers() -> None:
     facts = read_facts()
     names = list(facts)
