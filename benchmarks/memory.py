@@ -9,6 +9,9 @@ source reports:
 - BLOOM: nvidia-smi on the fullest node, in whole GB, during the second iteration (BigScience's chronicles of
   tr11-176B-ml, which also state that loaded kernels take 1,573 MiB there). Up to 27 February 2022 gradients added
   up in 16 bit, after it in fp32 (same chronicles, "Rebalancing layers", where embeddings take a layer's slot).
+  Beside the communicators of a step's tensors Megatron-DeepSpeed has those of all ranks (Megatron-LM's barriers
+  and the time of its start), of a replica's ranks (DeepSpeed's norm of the gradients, stage_1_and_2.py:
+  model_parallel_group) and of a pipeline (its loss, pipe/engine.py: _aggregate_total_loss).
 
 torchtitan compiles the loss with the model since April 2025 (pytorch/torchtitan pull request 1033), not before.
 
@@ -157,7 +160,12 @@ def _compiles_loss(row: Row) -> bool:
 def _runtime(row: Row) -> Runtime:
     if family(row) == "titan":
         return Runtime(expandable_segments=True)
-    return replace(Runtime(), cuda_context_bytes=1573 * 2**20, cublas_workspace_bytes=(8 * 2**20, 8 * 2**20))
+    return replace(
+        Runtime(),
+        cuda_context_bytes=1573 * 2**20,
+        cublas_workspace_bytes=(8 * 2**20, 8 * 2**20),
+        other_communicators=3 if int(row["pp"]) > 1 else 2,
+    )
 
 
 def _plan(row: Row) -> Plan:

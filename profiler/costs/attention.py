@@ -9,7 +9,8 @@ The kernel deals tiles of T = 128 queries (forward) or keys (backward) of every 
 
 times what a dense table says beyond that: a correction on a coarse grid of tiles, keys and head dims.
 Causal tiles see, on average, half of the keys plus half a tile; tiles of a sliding window the window plus a tile.
-A kernel of larger tiles says so (`tile`), and how many keys it takes at once where it pads them (`key_tile`).
+A kernel of larger tiles says so (`tile`, or `tile_elements` where it takes the fewer the longer they are), and how
+many keys it takes at once where it pads them (`key_tile`).
 Tiles without a mask are all of one length, so a share of the kernel (`wave_rounding`) waits for the last wave to
 fill. Where long kernels show that the clock falls, tiles take throttle * F / (F + throttle_flops) more, F: FLOPs.
 Beyond the longest rows that were measured the overhead grows with the keys, so the rate stays what it was there.
@@ -200,7 +201,7 @@ def pass_seconds(
         unit_s * _work_per_pair(kernel, width),
         unit_s * (kernel.overhead + kernel.overhead_per_element * width),
     )
-    tile = float(kernel.tile)
+    tile = tile_rows(kernel, width, shape.kv)
     visited = keys_visited(shape, causal, tile, kernel.key_tile)
     keys = _whole(shape.kv, kernel.key_tile)
     # The padding of keys is in `visited` where there is no mask: there the tiles have it as well.
@@ -253,12 +254,19 @@ def attention_flops(
 
 
 def keys_visited(
-    shape: AttentionShape, causal: bool | npt.NDArray[np.bool_], tile: float = TILE, key_tile: int = 1
+    shape: AttentionShape, causal: bool | npt.NDArray[np.bool_], tile: float | FloatArray = TILE, key_tile: int = 1
 ) -> FloatArray:
     """Keys that a query's tile visits on average: the diagonal tile whole, without a mask the last step."""
     edges = np.where(shape.window < shape.kv, 1.0, 0.5)
     seen = np.minimum(shape.kv, _keys_attended(shape, causal) + edges * np.minimum(shape.q, tile))
     return np.asarray(seen if key_tile == 1 else np.where(causal, seen, _whole(shape.kv, key_tile)))
+
+
+def tile_rows(kernel: AttentionPass, width: FloatArray, keys: FloatArray) -> float | FloatArray:
+    """Queries or keys of a tile, by padded head dim; no more than there are keys, in whole tiles of 128."""
+    if not kernel.tile_elements:
+        return float(kernel.tile)
+    return np.minimum(np.minimum(float(kernel.tile), kernel.tile_elements / width), _whole(keys, int(TILE)))
 
 
 def _whole(keys: FloatArray, step: int) -> FloatArray:

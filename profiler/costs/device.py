@@ -200,6 +200,7 @@ class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     efficiency: list[_Efficiency]
     overhead_k: list[_Work]
     splits: Annotated[list[_Count], msgspec.Meta(min_length=1)]
+    k_step: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
     split_traffic: _Weight
     split_s: _Seconds
     wave_rounding: Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -251,6 +252,7 @@ class AttentionPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tail: _Weight
     launch_s: _Seconds
     tile: _Count = 128
+    tile_elements: Annotated[int, msgspec.Meta(ge=0, le=10**6)] = 0
     key_tile: _Count = 1
     wave_rounding: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     throttle: _Weight = 0.0

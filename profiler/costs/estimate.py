@@ -117,6 +117,11 @@ _KINDS = (
 _REDUCING_NORMS = ("linalg_vector_norm", "_foreach_norm")
 _ROWS = ("norm", "norm_backward", "softmax", "loss")
 _OF_NO_ROWS = ("batch_norm", "group_norm")
+_TWO_KERNELS = ("aten.native_batch_norm", "aten._native_batch_norm_legit")
+"""Batch normalisation, which runs on PyTorch's own kernels in bf16, as it asks cuDNN for other types alone
+(aten/src/ATen/native/Normalization.cpp, _select_batch_norm_backend): one makes the statistics, or the sums of
+their gradients, another the result, and each reads its operands whole (an H200's kernels of a ResNet-50 show all
+four)."""
 _EAGER = "aten."
 _DRAWS = re.compile(rf"compiled\.{DRAWS}_")
 
@@ -680,11 +685,22 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         element_bytes=widest.dtype.bits / 8 if row and widest else 2.0,
         library=op.name.partition(".")[0],
     )
+    if _in_two_kernels(op, operands):
+        first = memory_bound(device, kind, bytes_read=op.bytes_read, bytes_written=0, row_bytes=DEFAULT_ROW_BYTES)
+        return CostEstimate(float(first.seconds) + float(cost.seconds), cost.spread, cost.source)
     if _DRAWS.match(op.name):
         return _drawing(cost, max(t.numel for t in operands[1]), device)
     if _BOTH.match(op.name):
         return _slower(cost, BOTH_SLOWER, BOTH_SPREAD)
     return _slower(cost, COLUMNS_SLOWER, COLUMNS_SPREAD) if _COLUMNS.match(op.name) else cost
+
+
+def _in_two_kernels(op: Compute, operands: _InOut) -> bool:
+    """Whether an operation is a batch normalisation of two kernels, one of which makes statistics or sums."""
+    inputs, outputs = operands
+    if not op.name.startswith(_TWO_KERNELS) or not inputs or inputs[0].dtype is not DType.BF16:
+        return False
+    return "backward" in op.name or any(t.numel for t in outputs[1:])
 
 
 def _drawing(cost: CostEstimate, elements: int, device: DeviceProfile) -> CostEstimate:

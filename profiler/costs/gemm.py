@@ -4,7 +4,8 @@ A kernel cuts C into tiles of tm x tn, optionally cuts k into s slices, and deal
 
     pieces    = b * ceil(m / tm) * ceil(n / tn) * s
     waves     = r * ceil(pieces / SMs) + (1 - r) * max(pieces / SMs, 1)         r: wave_rounding
-    tile_s    = 2 tm tn (max(k / s, 128) + overhead_k) / (efficiency * peak / SMs)
+    depth     = max(k / s, 128), or k / s in whole steps of k_step
+    tile_s    = 2 tm tn (depth + overhead_k) / (efficiency * peak / SMs)
     compute   = min over tiles and slices of (waves * tile_s + cost of adding slices up)
     compute  *= 1 + throttle * F / (F + throttle_flops)                          F: FLOPs of the product
     memory    = bytes * (c + (1 - c) / (1 + (cache_share * cache / bytes)^4)) / (bandwidth * bandwidth_fraction)
@@ -125,7 +126,7 @@ CACHE_SHARPNESS = 4.0
 """How sharply bytes turn from the cache's to the memory's around the share of the cache that they may fill."""
 
 MIN_SLICE_K = 128.0
-"""A slice of k shorter than this costs as much as this."""
+"""A slice of k shorter than this costs as much as this, where a model has no step of k."""
 
 
 def gemm(
@@ -283,8 +284,9 @@ def _candidates(
     efficiency = np.asarray(model.efficiency).reshape(-1, 1, *ones)
     overhead = np.asarray(model.overhead_k).reshape(-1, 1, *ones)
     pieces = b * np.ceil(m / tile_m) * np.ceil(n / tile_n) * slices
-    depth = np.maximum(k / slices, MIN_SLICE_K) + overhead
-    return pieces, efficiency / (2.0 * tile_m * tile_n), depth
+    step = model.k_step
+    depth = np.ceil(k / slices / step) * step if step else np.maximum(k / slices, MIN_SLICE_K)
+    return pieces, efficiency / (2.0 * tile_m * tile_n), depth + overhead
 
 
 def accumulator_traffic(outputs: npt.ArrayLike, element_bytes: float = SINGLE_BYTES) -> FloatArray:

@@ -56,9 +56,11 @@ PADDED_HEAD_DIMS = {
 """Head dims that each kernel is compiled for; others run as the next larger. FlashAttention-4 takes 72 as 80, but
 checks the edge of every load, which the rows show: it has a rate of its own."""
 
-TILES = {"flash4": (256, 128)}
-"""Queries of a tile and keys of a step, of kernels that have not 128 of the one and pad none of the other:
-FlashAttention-4 has two tiles of 128 queries in flight (flash_attn/cute/flash_fwd_sm100.py: m_block_size, q_stage,
+TILES = {"flash1": {"tile": 256, "tile_elements": 16384}, "flash4": {"tile": 256, "key_tile": 128}}
+"""Tiles of kernels that have not 128 queries or keys of one, and keys of a step, of kernels that pad them.
+FlashAttention-1 takes 256 keys of head dim 64, where there are more than 128, and 128 of 128
+(csrc/flash_attn/src/fmha_fwd_hdim64.cu and fmha_fwd_hdim128.cu at v1.0.9: FMHA_kernel_traits). FlashAttention-4
+has two tiles of 128 queries in flight (flash_attn/cute/flash_fwd_sm100.py: m_block_size, q_stage and
 n_block_size)."""
 
 TILES_START, THROTTLE_START = (0.0,), (float(logit(0.2)), float(np.log(1e14)))
@@ -211,8 +213,7 @@ def _own_start(name: str, *, throttled: bool) -> tuple[float, ...]:
 def _kernel_of(p: FloatArray, dims: list[int], name: str, own: tuple[float, ...]) -> AttentionPass:
     kernel = _unpack(p[: len(p) - len(own)], dims)
     if own is TILES_START:
-        tile, keys = TILES[name]
-        return msgspec.structs.replace(kernel, tile=tile, key_tile=keys, wave_rounding=float(sigmoid(p[-1])))
+        return msgspec.structs.replace(kernel, **TILES[name], wave_rounding=float(sigmoid(p[-1])))
     if own is THROTTLE_START:
         throttle, flops = float(MOST_THROTTLE * sigmoid(p[-2])), float(np.exp(p[-1]))
         return msgspec.structs.replace(kernel, throttle=throttle, throttle_flops=flops, tail=HALF_TILE)

@@ -79,6 +79,12 @@ SAME_UNITS = {"fp8_block": "fp8"}
 """Whose peak a dtype has that the datasheet does not list."""
 
 
+TF32_LAYOUTS = {"hopper": {"NN": 1.11, "NT": 1.64}}
+"""Of products in TF32, which Hopper's instruction reads only with k innermost (PTX ISA, wgmma: a transposed
+operand is of 16 bits), their time over that of the layout which has it so: medians of 60 each of one H200's
+(benchmarks/measured/h200_products.csv, 2026-11-27). In bf16 the same products take 1.00 times as long."""
+
+
 def scaled_label(basis: str) -> Label:
     """The label of anything borrowed."""
     return Label(
@@ -121,6 +127,9 @@ def borrow_gemm(
             models[dtype] = derive(own["bf16"], dtype, f"assumed: bf16's model at the {dtype} peak")
         elif "bf16" in lent:
             models[dtype] = derive(lent["bf16"], dtype, f"scaled from {name}: bf16's model at the {dtype} peak")
+    if {"bf16", "tf32"} <= models.keys():
+        layouts = models["bf16"].transposed_scale | TF32_LAYOUTS.get(facts.architecture, {})
+        models["tf32"] = msgspec.structs.replace(models["tf32"], transposed_scale=layouts)
     return models
 
 
@@ -382,7 +391,7 @@ def _fit_gemm(
             peak=SAME_UNITS.get(dtype, dtype),
             element_bytes=ELEMENT_BYTES[dtype],
             basis=_basis(rows, used) + (UNFILLED if np.all(rows.unfilled()) else ""),
-            with_grid=len(rows) >= DENSE_ROWS and dtype != "fp32",
+            with_grid=len(rows) >= DENSE_ROWS,
             between_libraries=_apart(every, dtype, rows, relative),
             # What a slow call hides: a product's own launch, and that of the cast before it, which is assumed.
             launch_s=models["bf16"].launch_s + UNTIMED_LAUNCH_S if hosted else None,
@@ -721,12 +730,21 @@ def _grouped(
                 element_bytes=ELEMENT_BYTES[dtype],
                 launch_s=gemm["bf16"].launch_s,
                 basis=_basis(rows, used),
+                same_chip=_same_chip(table, facts, dtype),
             )
     together = relative.grouped.together if relative is not None else {}
     apart = table.select(gpus=facts.rows.second_source, ops=["group_matmul"])
     if facts.rows.second_source and len(apart) and "bf16" in products:
         together = fit_passes(apart, products["bf16"], sheet)
     return msgspec.structs.replace(model, products=products, together=together)
+
+
+def _same_chip(table: KernelTable, facts: DeviceFacts, dtype: str) -> KernelTable | None:
+    """Layers of experts of another device of the chip, where the file names one that the table has."""
+    if not facts.rows.same_chip:
+        return None
+    rows = table.select(gpus=facts.rows.same_chip, ops=["fused_experts"], dtypes=_alike(dtype))
+    return rows if len(layers_of_library(rows)) else None
 
 
 def _passes(

@@ -9,7 +9,9 @@ write every token, while each sorts and activates its own alone.
 
 Rows of equal loads are fitted. In those whose loads follow a power law each expert's own load is not known. A
 layer that fits into the cache as a whole is timed inside it, over and over, as no training step finds it: it is
-left out.
+left out. The library's tuner picks kernels once for all token counts of a layer, and its pick differs from run to
+run: where a device of the same chip was measured, layers that took longer here than there, beside the ratio of the
+two, are not fitted. They still judge the fit.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from echograph.profiler.fit.regression import (
     subsample,
     weights,
 )
-from echograph.profiler.fit.table import KernelTable
+from echograph.profiler.fit.table import NEEDED, KernelTable
 
 KERNELS = ("moe_torch_flow_cutlass", "deepgemm")
 """Whose layers are fitted: the grouped products of CUTLASS, and of DeepGEMM for blocks of FP8 where CUTLASS has
@@ -51,6 +53,9 @@ ROW_KNOTS = tuple(2.0**power for power in range(3, 14))
 FEW = 3000
 SMOOTHNESS, RIDGE = 0.03, 0.01
 """Of the correction, chosen by folds of the rows that are fitted."""
+SLIP = 0.05
+"""Log of how much longer a layer takes than on the same chip, from which on the tuner is held to have slipped.
+Half of the layers are within 0.015 of the median, and NVFP4's on B200 fall into two heaps, some 0.2 apart."""
 AROUND_START = (np.log(3e-5), np.log(1e-8), 0.3, 0.3, 0.3)
 """Where the search of what stands around the products starts: logs of seconds, seconds an expert, multiples."""
 
@@ -112,7 +117,14 @@ def layers_of_library(table: KernelTable) -> KernelTable:
 
 
 def fit_experts(
-    table: KernelTable, sheet: Datasheet, *, peak: str, element_bytes: float, launch_s: float, basis: str
+    table: KernelTable,
+    sheet: Datasheet,
+    *,
+    peak: str,
+    element_bytes: float,
+    launch_s: float,
+    basis: str,
+    same_chip: KernelTable | None = None,
 ) -> GemmModel:
     """Products of experts of one dtype.
 
@@ -123,18 +135,20 @@ def fit_experts(
         element_bytes: bytes of one operand element.
         launch_s: of one launch.
         basis: what the label says of the rows.
+        same_chip: layers of another device of this chip, which tell slips of the tuner.
 
     Raises:
         MissingExtraError: scipy is not installed.
     """
     versions = layers_of_library(table)
-    newest = max(versions.text["source"].counts(), default="")
     apart = disagreement(layers(versions).sizes(), versions.text["source"].codes, versions.seconds())
-    every = layers(versions.where(versions.text["source"].among([newest])))
-    outside = every.working_set(element_bytes) > sheet.l2_bytes
-    every = every.take((every.seconds >= SHORT_KERNEL_S) & outside)
+    newest = _newest(versions)
+    every = layers(newest)
+    kept = (every.seconds >= SHORT_KERNEL_S) & (every.working_set(element_bytes) > sheet.l2_bytes)
+    slipped = _slips(newest, _newest(layers_of_library(same_chip)))[kept] if same_chip is not None else False
+    every = every.take(kept)
     hidden = held_out(*every.sizes())
-    seen = every.take(~hidden)
+    seen = every.take(~hidden & ~np.asarray(slipped))
     few = seen.take(subsample(len(seen.rows), FEW))
     weight, log_time = weights(few.seconds), np.log(few.seconds)
     parts = len(AROUND_START)
@@ -161,6 +175,22 @@ def fit_experts(
         between_libraries=apart,
     )
     return msgspec.structs.replace(model, label=label)
+
+
+def _newest(versions: KernelTable) -> KernelTable:
+    return versions.where(versions.text["source"].among([max(versions.text["source"].counts(), default="")]))
+
+
+def _slips(here: KernelTable, there: KernelTable) -> npt.NDArray[np.bool_]:
+    """True of layers that took longer here than on another device of the chip, beside the median of the two."""
+    measured = dict(zip(_shapes(there), there.seconds().tolist(), strict=True))
+    other = np.asarray([measured.get(shape, np.nan) for shape in _shapes(here)])
+    longer = np.log(here.seconds() / other)
+    return np.asarray(longer - np.nanmedian(longer) > SLIP)
+
+
+def _shapes(table: KernelTable) -> list[tuple[float, ...]]:
+    return list(zip(*(table.number[size].tolist() for size in NEEDED[("fused_experts",)]), strict=True))
 
 
 def _products(rows: ExpertLayers) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:

@@ -811,6 +811,8 @@ class Runtime:
         nccl_pair_bytes: buffers of a communicator of two ranks, as a user measured on A100 (NVIDIA/nccl on
             GitHub, 964).
         nccl_bytes: the same of more ranks; their number does not matter (there, and 986).
+        other_communicators: of more than two ranks that a framework opens beside those of a step's tensors, as of
+            all ranks for a barrier, or of a pipeline for the loss.
     """
 
     expandable_segments: bool = False
@@ -819,6 +821,7 @@ class Runtime:
     cuda_context_bytes: int = 512 * MIB
     nccl_pair_bytes: int = 544 * MIB
     nccl_bytes: int = 688 * MIB
+    other_communicators: int = 0
 
     @classmethod
     def on(cls, architecture: str) -> Runtime:
@@ -1056,10 +1059,10 @@ def _reserve(usage: Usage, runtime: Runtime, workspaces: tuple[int, ...], limit:
 
 
 def _nccl_bytes(job: JobGraph, program: int, runtime: Runtime) -> int:
-    """Buffers of the communicators that a program uses."""
+    """Buffers of the communicators that a program uses, and that its framework opens beside them."""
     communicates = np.isin(job.ops.kind, COMMUNICATIONS) & (job.run_counts(program) > 0)
     groups = distinct(job.ops.group[communicates]).tolist()
-    total = 0
+    total = runtime.other_communicators * runtime.nccl_bytes
     for ranks in (job.group_size(job.groups[number]) for number in groups):
         total += 0 if ranks < 2 else runtime.nccl_pair_bytes if ranks == 2 else runtime.nccl_bytes
     return total

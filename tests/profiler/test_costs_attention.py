@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echograph.errors import UnavailableError, UnknownNameError
 from echograph.profiler.costs import attention_backward, attention_forward, device_names, load_device
+from echograph.profiler.costs.attention import tile_rows
 
 PAIRS = [(name, kernel) for name in device_names() for kernel in load_device(name).attention]
 
@@ -45,6 +47,15 @@ def test_bounds_and_growth(
         assert flops / peak <= seconds < 100e-6 + 40.0 * padded * idle / peak
         assert cost(device, seq=2 * seq, kv_seq=2 * kv_seq, **shape).seconds > seconds
         assert cost(device, seq=seq, kv_seq=kv_seq, **{**shape, "head_dim": head_dim + 64}).seconds >= seconds
+
+
+def test_flash_attention_1_takes_the_fewer_keys_at_once_the_longer_they_are() -> None:
+    """256 of head dim 64, 128 of 128, and never more than there are, in whole tiles."""
+    model = load_device("a100-sxm-80").attention["flash1"]
+    width, keys = np.asarray([32.0, 64.0, 128.0, 64.0]), np.asarray([4096.0, 4096.0, 4096.0, 100.0])
+    assert model.backward is not None
+    for kernel in (model.forward, model.backward):
+        assert np.asarray(tile_rows(kernel, width, keys)).tolist() == [256.0, 256.0, 128.0, 128.0]
 
 
 def test_causal_attention_nears_half_of_full_attention_as_sequences_grow() -> None:

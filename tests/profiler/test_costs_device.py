@@ -105,14 +105,15 @@ LEFT_OUT: dict[type[msgspec.Struct], dict[str, object]] = {
     # Factors of 1, shares and additions of 0, and of what is not there nothing.
     GemmModel: {
         "time_scale": 1.0, "transposed_scale": {}, "batched_scale": 1.0, "batched_spread": 0.0, "alignment": None,
-        "quantize": None, "residual": None, "traffic_cached": 1.0, "cache_share": 1.0,
+        "quantize": None, "residual": None, "traffic_cached": 1.0, "cache_share": 1.0, "k_step": 0,
         # All of the traffic of an accumulator is seen, until a fit says how much is hidden.
         "accumulate_exposure": 1.0,
     },
     AttentionPass: {
         "query_traffic": 0.0, "kv_traffic": 0.0, "traffic_knee_bytes": 1.0, "traffic_sharpness": 1.0,
         "traffic_cached": 1.0, "time_scale": 1.0, "plateau_keys": 1e30, "windowed_scale": 1.0, "residual": None,
-        "tile": 128, "key_tile": 1, "wave_rounding": 0.0, "throttle": 0.0, "throttle_flops": 0.0,
+        "tile": 128, "tile_elements": 0, "key_tile": 1, "wave_rounding": 0.0,
+        "throttle": 0.0, "throttle_flops": 0.0,
     },
     HostModel: {"view_s": None, "communication_s": None},
     Label: {"held_out": HeldOut(), "between_libraries": 0.0},
@@ -154,6 +155,7 @@ EDGES: list[tuple[str, object, object]] = [
     (f"{GEMM}.throttle_flops", 1e30, 1.01e30), (f"{GEMM}.throttle_flops", 0, -1),
     (f"{GEMM}.overlap_power", 0.1, 0.09), (f"{GEMM}.overlap_power", 1e3, 1001),
     (f"{GEMM}.element_bytes", 0.125, 0.12), (f"{GEMM}.element_bytes", 16, 16.1),
+    (f"{GEMM}.k_step", 0, -1), (f"{GEMM}.k_step", 4096, 4097), (f"{FLASH}.tile_elements", 0, -1),
     (f"{GEMM}.efficiency.0", 1e-4, 0.9e-4), (f"{GEMM}.efficiency.0", 2, 2.01),
     (f"{GEMM}.overhead_k.0", 1e9, 1e9 + 1), (f"{GEMM}.overhead_k.0", 0, -1),
     (f"{GEMM}.splits", [1], []), (f"{GEMM}.tiles.0.0", 1, 0), (f"{GEMM}.residual.knots.0", [1, 2], [1]),

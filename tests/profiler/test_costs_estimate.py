@@ -436,6 +436,25 @@ def test_a_repeated_operand_and_a_norm_that_goes_back_have_kinds_of_their_own() 
     assert named("aten.native_batch_norm", [(64, 3000)]) == by_bytes("norm")
 
 
+@pytest.mark.parametrize(("dtype", "statistics", "kernels"), [(BF16, 16, 2), (BF16, 0, 1), (DType.FP32, 16, 1)])
+def test_batch_norm_reads_twice_where_pytorch_has_a_kernel_for_its_statistics(
+    dtype: DType, statistics: int, kernels: int
+) -> None:
+    """Not in evaluation, which makes none, and not in types that it leaves to cuDNN."""
+    shape, sizes = (64, 16, 56, 56), {"bytes_read": 10**9, "bytes_written": 10**9}
+    builder = GraphBuilder()
+    x, y, dx = (builder.tensor(name, shape, dtype, TensorRole.ACTIVATION) for name in ("x", "y", "dx"))
+    mean = builder.tensor("mean", (statistics,), DType.FP32, TensorRole.ACTIVATION)
+    builder.compute("aten.native_batch_norm", phase=Phase.FORWARD, inputs=(x,), outputs=(y, mean), **sizes)
+    back = "aten.native_batch_norm_backward"
+    builder.compute(back, phase=Phase.BACKWARD, inputs=(y, x, mean), outputs=(dx,), **sizes)
+    forward, backward = estimate(builder.build(StepGraph), H100).picoseconds * 1e-12
+    for kind, found, each in (("norm", forward, kernels), ("norm_backward", backward, 2 if dtype is BF16 else 1)):
+        once = memory_bound(H100, kind, bytes_read=10**9, bytes_written=10**9).seconds
+        more = memory_bound(H100, kind, bytes_read=10**9, bytes_written=0).seconds
+        assert found == pytest.approx(once + (each - 1) * more, rel=1e-6)
+
+
 def test_a_limit_of_power_slows_what_the_clock_paces_and_nothing_else() -> None:
     assert H100.power is not None
     builder = GraphBuilder()

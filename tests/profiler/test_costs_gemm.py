@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from echograph.errors import UnavailableError, UnknownNameError
 from echograph.profiler.costs import device_names, gemm, grouped_gemm, load_device
-from echograph.profiler.costs.gemm import DTYPES, LAYOUTS, gemm_model
+from echograph.profiler.costs.gemm import DTYPES, LAYOUTS, compute_seconds, gemm_model
 
 SIZE = st.integers(1, 10**6)
 ALIGNED = st.integers(1, 2**16).map(lambda x: 16 * x)
@@ -69,6 +70,21 @@ def test_waves_quantise() -> None:
     device = load_device("a100-sxm-80")
     full, over = gemm(device, 12 * 256, 18 * 128, 4096), gemm(device, 13 * 256, 18 * 128, 4096)
     assert over.seconds / full.seconds > 1.15
+
+
+@pytest.mark.parametrize("step", [32, 64, 128])
+def test_products_in_fp32_go_through_k_in_whole_steps(step: int) -> None:
+    """A depth is padded to whole steps, and no slice is charged more than that."""
+    device = load_device("h100-sxm")
+    model = msgspec.structs.replace(device.gemm["fp32"], k_step=step, throttle=0.0)
+    m, n = np.asarray(4096.0), np.asarray(4096.0)
+    seconds = {
+        k: float(compute_seconds(model, device.datasheet, np.asarray(1.0), m, n, np.asarray(k)))
+        for k in (32.0, 96.0, 100.0, 128.0)
+    }
+    assert seconds[100.0] == seconds[128.0]
+    assert (seconds[96.0] == seconds[128.0]) == (step > 32)
+    assert (seconds[32.0] == seconds[128.0]) == (step == 128)
 
 
 def test_a_batch_of_products_costs_less_than_its_products_alone() -> None:

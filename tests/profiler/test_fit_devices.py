@@ -145,6 +145,25 @@ def test_the_fit_recovers_a_device_that_it_can_express() -> None:
     assert model.label.held_out.long.median_abs < 0.03
 
 
+@pytest.mark.parametrize("step", [64, 128])
+def test_the_step_of_fp32_is_found(step: int) -> None:
+    """Of batches whose depths no step but their own pads alike, and whose grid is one of batches."""
+    profile = load_device("a100-sxm-80")
+    made = msgspec.structs.replace(profile.gemm["fp32"], residual=None, k_step=step)
+    sizes = (
+        (16.0, 64.0, 512.0),
+        (512.0, 1024.0),
+        (512.0, 1024.0, 2048.0),
+        (64.0, 96.0, 128.0, 192.0, 320.0, 1024.0),
+    )
+    b, m, n, k = (axis.ravel() for axis in np.meshgrid(*sizes))
+    rows = Products(batch=b, m=m, n=n, k=k, seconds=gemm_seconds(made, profile.datasheet, b, m, n, k))
+    model = fit_gemm(rows, profile.datasheet, peak="fp32", element_bytes=4.0, basis="")
+    assert model.k_step == step
+    assert model.residual is not None and model.residual.knots[0][-1] > 16 * 65_536
+    assert model.label.held_out.long is not None and model.label.held_out.long.median_abs < 0.01
+
+
 def test_the_fit_is_deterministic() -> None:
     sheet = load_device("a100-sxm-80").datasheet
     rows = synthetic(300, 0.05)
@@ -305,6 +324,15 @@ def test_unreadable_and_unwritable_paths(tmp_path: Path) -> None:
 def _text(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
+
+
+def test_gradients_of_weights_in_tf32_are_slow_on_hopper_alone() -> None:
+    """Its instruction transposes operands of 16 bits only; other architectures borrow nothing of that."""
+    for name, slower in (("h200", 1.64), ("h800", 1.64), ("b200", 1.0), ("mi300x", 1.0), ("a100-sxm-80", 1.0)):
+        device = load_device(name)
+        sizes = {"m": 4096, "n": 4096, "k": 8192}
+        forward, weights = (gemm(device, dtype="tf32", layout=layout, **sizes).seconds for layout in ("TN", "NT"))
+        assert weights / forward == pytest.approx(slower, rel=0.05)
 
 
 def test_every_relative_of_the_datasheet_file_stands_before_its_borrowers() -> None:

@@ -91,6 +91,24 @@ def test_layers_that_the_cache_holds_are_left_out(measured: KernelTable) -> None
     assert fits[0] == fits[1]
 
 
+def test_slips_of_a_tuner_are_told_by_the_same_chip_and_judge_still(measured: KernelTable) -> None:
+    """Layers of one width take 1.3 times as long here: without the other device they are fitted, with it not."""
+    slow = np.where(measured.number["n"] == 4096, 1.3, 1.0)
+    ms = measured.number["latency_ms"]
+    here = KernelTable(text=measured.text, number=measured.number | {"latency_ms": slow * ms})
+    # The other device is faster by a constant, which is no slip.
+    there = KernelTable(text=measured.text, number=measured.number | {"latency_ms": 0.9 * ms})
+    fit = {"peak": "bf16", "element_bytes": 2.0, "launch_s": LAUNCH_S, "basis": ""}
+    taken, told = fit_experts(here, SHEET, **fit), fit_experts(here, SHEET, **fit, same_chip=there)
+    sizes = [np.asarray(v) for v in ([8.0, 64.0], [1024.0, 512.0], [28672.0, 3072.0], [4096.0, 4096.0])]
+    clean = grouped_seconds(MADE, SHEET, *sizes)
+    assert grouped_seconds(told, SHEET, *sizes) == pytest.approx(clean, rel=0.1)
+    assert np.max(grouped_seconds(taken, SHEET, *sizes) / clean) > 1.2
+    rows = [model.label.held_out.long.rows for model in (taken, told) if model.label.held_out.long is not None]
+    assert rows[0] == rows[1]
+    assert told.label.held_out.long is not None and told.label.held_out.long.bias < -0.05
+
+
 def test_a_rank_has_its_share_of_experts_and_of_their_width(tmp_path: Path) -> None:
     row = {"op": "fused_experts", "dtype": "bfloat16", "m": 4096, "n": 7168, "k": 2048, "experts": 128, "topk": 8}
     one = layers(table(tmp_path / "one.csv", [row | {"tp": 4, "ep": 8, "latency_ms": 1}]))
