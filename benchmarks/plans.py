@@ -192,8 +192,11 @@ def main() -> None:
         assert answers[which].step_ps == one.step_ps, (
             f"{plans[which]}: {answers[which].step_ps}, alone {one.step_ps}"
         )
-    ratio = sum(alone) / sum(spent[which] for which in chosen)
-    print(f"{len(alone)} of them alone: {1e3 * sum(alone) / len(alone):.0f} ms, {ratio:.1f} times; equal steps")
+    if alone:
+        ratio = sum(alone) / sum(spent[which] for which in chosen)
+        print(
+            f"{len(alone)} of them alone: {1e3 * sum(alone) / len(alone):.0f} ms, {ratio:.1f} times; equal steps"
+        )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from echograph.errors import MissingExtraError, UnknownNameError, UsageError
 from echograph.frontend.scripts.adapter import patched, replaced
-from echograph.frontend.scripts.opened import Listener, listening
+from echograph.frontend.scripts.opened import OnOpen, listening
 from echograph.frontend.scripts.values import NoteTaker
 
 MOST_ROWS = 1024
@@ -363,7 +363,7 @@ class _Metric:
 # -- models of the hub ------------------------------------------------------------------------------------------
 
 
-def _asking_for(folder: str, fakes: Fakes) -> Listener:
+def _asking_for(folder: str, fakes: Fakes) -> OnOpen:
     """A model is asked for where a file of its folder is opened, whoever opens it."""
     names = {f"{folder}{os.sep}{_folder_of(name)}{os.sep}": name for name in fakes.weights}
 

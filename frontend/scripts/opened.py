@@ -10,16 +10,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Listener = Callable[[str, str], None]
+OnOpen = Callable[[str, str], None]
 """Takes the path of a file that is about to be opened, and the mode, as `open` has it but for "b" and "t"; "" of
 what is opened below `open`."""
 
-_listeners: list[Listener] = []
+_listeners: list[OnOpen] = []
 _hooks: list[Callable[[str, tuple[object, ...]], None]] = []
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listening(listener: OnOpen) -> Iterator[None]:
     """In the context, a listener is told of each file before it is opened."""
     if not _hooks:
         _hooks.append(_hear)
