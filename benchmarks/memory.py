@@ -34,6 +34,7 @@ from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
 from echograph.models import get_model
 from echograph.models.catalog import ModelEntry
+from echograph.models.stacks import load_stack
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.memory import Memory, Runtime, largest_memory
 from echograph.workflow.compile import compile_entry
@@ -164,7 +165,7 @@ def _runtime(row: Row) -> Runtime:
         Runtime(),
         cuda_context_bytes=1573 * 2**20,
         cublas_workspace_bytes=(8 * 2**20, 8 * 2**20),
-        other_communicators=3 if int(row["pp"]) > 1 else 2,
+        other_communicators=load_stack("megatron-deepspeed").other_communicators,
     )
 
 

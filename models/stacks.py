@@ -68,6 +68,8 @@ class Stack:
         host_waits: whether the host waits for what a pipeline stage receives.
         ring_host_waits: whether it waits before each ring of attention.
         expandable_segments: PyTorch's allocator option of that name.
+        other_communicators: those that the framework opens beside the ones of a step's tensors, each by the axes
+            of ranks that it is along, as "dp-pp-tp".
     """
 
     name: str = ""
@@ -109,6 +111,7 @@ class Stack:
     host_waits: bool = False
     ring_host_waits: bool = False
     expandable_segments: bool = False
+    other_communicators: tuple[str, ...] = ()
 
 
 _OWN = ("name", "title", "sources")

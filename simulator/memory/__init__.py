@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
+from math import prod
 from operator import itemgetter
 from typing import Any
 
@@ -811,8 +812,8 @@ class Runtime:
         nccl_pair_bytes: buffers of a communicator of two ranks, as a user measured on A100 (NVIDIA/nccl on
             GitHub, 964).
         nccl_bytes: the same of more ranks; their number does not matter (there, and 986).
-        other_communicators: of more than two ranks that a framework opens beside those of a step's tensors, as of
-            all ranks for a barrier, or of a pipeline for the loss.
+        other_communicators: those that a framework opens beside the ones of a step's tensors, each by the axes
+            of the mesh that it is along: "dp-pp-tp" of all ranks for a barrier, "pp" of a pipeline for the loss.
     """
 
     expandable_segments: bool = False
@@ -821,7 +822,7 @@ class Runtime:
     cuda_context_bytes: int = 512 * MIB
     nccl_pair_bytes: int = 544 * MIB
     nccl_bytes: int = 688 * MIB
-    other_communicators: int = 0
+    other_communicators: tuple[str, ...] = ()
 
     @classmethod
     def on(cls, architecture: str) -> Runtime:
@@ -1062,10 +1063,10 @@ def _nccl_bytes(job: JobGraph, program: int, runtime: Runtime) -> int:
     """Buffers of the communicators that a program uses, and that its framework opens beside them."""
     communicates = np.isin(job.ops.kind, COMMUNICATIONS) & (job.run_counts(program) > 0)
     groups = distinct(job.ops.group[communicates]).tolist()
-    total = runtime.other_communicators * runtime.nccl_bytes
-    for ranks in (job.group_size(job.groups[number]) for number in groups):
-        total += 0 if ranks < 2 else runtime.nccl_pair_bytes if ranks == 2 else runtime.nccl_bytes
-    return total
+    sizes = [job.group_size(job.groups[number]) for number in groups]
+    along = [set(name.split("-")) for name in runtime.other_communicators]
+    sizes += [prod(axis.size for axis in job.mesh if axis.name in axes) for axes in along]
+    return sum(0 if n < 2 else runtime.nccl_pair_bytes if n == 2 else runtime.nccl_bytes for n in sizes)
 
 
 def _at_peak(usage: Usage) -> tuple[dict[str, int], tuple[Contributor, ...], tuple[LiveTensor, ...]]:

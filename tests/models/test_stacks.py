@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from echograph import load
 from echograph.errors import DataError, UnknownNameError
 from echograph.ir import serde
 from echograph.ir.graph import Workload
@@ -16,7 +17,10 @@ from echograph.ir.types import DType, Gemm
 from echograph.models.stacks import CHOICES, Stack, load_stack, read_stack, stack_names
 from echograph.profiler.costs import load_device
 from echograph.simulator.clusters import load_cluster
+from echograph.simulator.memory import Runtime
 from echograph.workflow.plan import Plan, passes, with_kernels, with_stack
+from echograph.workflow.predict import predict
+from echograph.workflow.system import System, runtime_of
 
 GRAPHS = Path(__file__).parents[1] / "golden" / "predictions" / "graphs"
 
@@ -31,8 +35,10 @@ PLANS = (
     {"pp": 2, "tp": 2},
     {"cp": 2},
 )
-OF_THE_SYSTEM = {"host", "host_waits", "expandable_segments", "padded_products", "tp_comm_sms"}
-"""Choices that no pass has: `with_kernels`, `simulate` and the memory of `validate` read them."""
+OF_THE_SYSTEM = {
+    "host", "host_waits", "expandable_segments", "other_communicators", "padded_products", "tp_comm_sms",
+}  # fmt: skip
+"""Choices that no pass has: `with_kernels`, `simulate` and `runtime_of` read them."""
 
 
 def said(plan: Plan) -> str:
@@ -126,3 +132,18 @@ def test_a_stack_that_pads_has_padded_products_and_no_others() -> None:
         ]
         assert products
         assert all(each.endswith(PADDED) == pads for each in products)
+
+
+def test_what_a_framework_takes_of_memory_is_its_stack_s() -> None:
+    assert runtime_of("torchtitan", "").expandable_segments
+    assert not runtime_of("", "").expandable_segments
+    graph = load(GRAPHS / "bert.pb")
+    taken = [
+        predict(graph, Plan(gpus=16, tp=2, pp=2, stack=stack), System())[0].memory
+        for stack in ("eager", "megatron-deepspeed")
+    ]
+    assert taken[0] is not None
+    assert taken[1] is not None
+    # All ranks are 16, a replica 4, a pipeline a pair.
+    more = sum(taken[1].overhead_bytes.values()) - sum(taken[0].overhead_bytes.values())
+    assert more == 2 * Runtime().nccl_bytes + Runtime().nccl_pair_bytes

@@ -223,8 +223,8 @@ def test_communicators_and_the_context_are_counted_apart() -> None:
     assert sum(pair.overhead_bytes.values()) == runtime.cuda_context_bytes + runtime.nccl_pair_bytes
     assert sum(many.overhead_bytes.values()) == runtime.cuda_context_bytes + runtime.nccl_bytes
     assert many.device_bytes == many.reserved_bytes + sum(many.overhead_bytes.values())  # type: ignore[operator]
-    framework = of(DataParallel(replicas=8)(step), runtime=Runtime(other_communicators=3))
-    assert framework.device_bytes == many.device_bytes + 3 * runtime.nccl_bytes
+    framework = of(DataParallel(replicas=8)(step), runtime=Runtime(other_communicators=("dp-tp", "dp", "pp")))
+    assert framework.device_bytes == many.device_bytes + 2 * runtime.nccl_bytes  # there is no pipeline
 
 
 def test_contributors_say_what_to_shrink() -> None:

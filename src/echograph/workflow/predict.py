@@ -34,7 +34,7 @@ from echograph.units import format_bytes, to_s
 from echograph.workflow import plan as plans
 from echograph.workflow.plan import Plan
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.system import IDLE_HOST_WAITS, System
+from echograph.workflow.system import IDLE_HOST_WAITS, System, runtime_of
 
 if TYPE_CHECKING:
     from echograph.profiler.costs.estimate import KnownCosts
@@ -137,7 +137,7 @@ def simulate(
         sms=sms,
         plan=plans.record(job, replace(plan or Plan(), stack=said), where),
         memory=memory,
-        runtime=Runtime.on(system.architecture),
+        runtime=runtime_of(said, system.architecture),
         form=load_form(),
         unsaid=0.0 if said else UNSAID_STACK,
     )

@@ -10,7 +10,7 @@ from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.options import option
 from echograph.progress import Progress, silent
-from echograph.simulator.memory import TENSORS, Runtime
+from echograph.simulator.memory import TENSORS
 from echograph.simulator.result import Result
 from echograph.workflow.plan import Plan, cluster_notes
 from echograph.workflow.predict import (
@@ -22,7 +22,7 @@ from echograph.workflow.predict import (
     shortage,
 )
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.system import System
+from echograph.workflow.system import System, runtime_of
 from echograph.workflow.training import Training, TrainingOptions, training
 
 if TYPE_CHECKING:
@@ -156,7 +156,8 @@ def prediction(
         model_communication=asked.model_communication, note=notes.append,
     )  # fmt: skip
     most = MOST_TRIED if asked.strict_memory else FEW if propose else 0
-    near = feasible_plans(graph, plan, system.cluster, result.memory, say, most, Runtime.on(system.architecture))
+    runtime = runtime_of((plan.stack if plan is not None else "") or job.workload.stack, system.architecture)
+    near = feasible_plans(graph, plan, system.cluster, result.memory, say, most, runtime)
     if asked.strict_memory:
         refuse_if_it_does_not_fit(result, near)
     return Prediction(

@@ -20,10 +20,12 @@ from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate, Coverage, join
 from echograph.ir.profile import Profile, load_profile
 from echograph.ir.types import COMMUNICATIONS, SCRIPT, OpKind, Phase, Source
+from echograph.models.stacks import Stack, load_stack
 from echograph.options import option, option_name
 from echograph.profiler.costs import DeviceProfile, load_device
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
 from echograph.simulator.host import IssueTimes
+from echograph.simulator.memory import Runtime
 from echograph.units import format_bytes, to_ps
 
 if TYPE_CHECKING:
@@ -254,6 +256,21 @@ class System:
 
 
 IDLE_HOST_WAITS = "--host-waits: has no effect here: no stage receives from another"
+
+
+def runtime_of(stack: str, architecture: str) -> Runtime:
+    """What a framework takes of memory besides tensors.
+
+    Args:
+        stack: the software that trains; "": any.
+        architecture: of the device; "": not known.
+    """
+    chosen = load_stack(stack) if stack else Stack()
+    return replace(
+        Runtime.on(architecture),
+        expandable_segments=chosen.expandable_segments,
+        other_communicators=chosen.other_communicators,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,14 +16,14 @@ from echograph.ir.passes.depth import Depth
 from echograph.ir.passes.pipeline.placement import layer_names
 from echograph.ir.tables import text_table
 from echograph.progress import Progress, silent
-from echograph.simulator.memory import Memory, Runtime, largest_memory
+from echograph.simulator.memory import Memory, largest_memory
 from echograph.units import format_bytes, format_count, format_time
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import lower, predict
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.search.branch import Candidate, in_words, search
 from echograph.workflow.search.space import AXES
-from echograph.workflow.system import System, SystemOptions
+from echograph.workflow.system import System, SystemOptions, runtime_of
 from echograph.workflow.training import Training, TrainingOptions, step_energy, training
 
 _PLAIN = Scenario()
@@ -307,7 +307,8 @@ def what_fits(
 
     def memory_of(step: StepGraph, plan: Plan = plan) -> Memory | None:
         job = lower(step, plan, system.cluster)
-        return largest_memory(job, system.cluster.memory_bytes, Runtime.on(system.architecture))
+        runtime = runtime_of(plan.stack or job.workload.stack, system.architecture)
+        return largest_memory(job, system.cluster.memory_bytes, runtime)
 
     found = [
         _largest("micro-batch", 1, lambda n: memory_of(graph, replace(plan, micro_batch=n)), MOST_SIZE, say),

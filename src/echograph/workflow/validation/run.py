@@ -18,7 +18,6 @@ from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.depth import FEWEST, Depth
 from echograph.ir.passes.extent import MicroBatch
 from echograph.ir.passes.mesh import ResizeAxes
-from echograph.models.stacks import load_stack
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.form import load_form
@@ -28,7 +27,7 @@ from echograph.workflow.compile import compile_entry
 from echograph.workflow.plan import Plan, passes
 from echograph.workflow.predict import simulate
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.system import System
+from echograph.workflow.system import System, runtime_of
 from echograph.workflow.validation.assumptions import unsaid_spread
 from echograph.workflow.validation.model import with_known_sizes
 from echograph.workflow.validation.score import Outcome
@@ -262,7 +261,7 @@ def predicted_memory(row: MeasuredStep, job: JobGraph, cluster: Cluster, plan: P
 
 
 def _runtime(report: MemoryReport, plan: Plan) -> Runtime:
-    runtime = Runtime(expandable_segments=bool(plan.stack) and load_stack(plan.stack).expandable_segments)
+    runtime = runtime_of(plan.stack, "")
     if report.cuda_context_MiB:
         runtime = replace(runtime, cuda_context_bytes=report.cuda_context_MiB * MIB)
     if report.cublas_workspace_MiB:
