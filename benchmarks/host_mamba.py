@@ -72,14 +72,12 @@ def install(folder: Path) -> None:
     nvidia.PyKernelArg = lambda nested_tuple=None, type=None: (nested_tuple, type)
     nvidia.ARG_CONSTEXPR, nvidia.ARG_KERNEL, nvidia.ARG_TUPLE = 0, 1, 2
 
-    class Driver(nvidia.CudaDriver):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.utils, self.launcher_cls = _Utilities(), nvidia.CudaLauncher
-            self.get_device_capability = lambda device=0: CAPABILITY
-            self.get_current_device = lambda: 0
-            self.get_current_stream = lambda device: 0
-
-    runtime.driver.set_active(Driver())
+    driver = object.__new__(nvidia.CudaDriver)  # which would ask for a device
+    driver.utils, driver.launcher_cls = _Utilities(), nvidia.CudaLauncher
+    driver.get_device_capability = lambda device=0: CAPABILITY
+    driver.get_current_device = lambda: 0
+    driver.get_current_stream = lambda device: 0
+    runtime.driver.set_active(driver)
     runtime.Autotuner._bench = lambda *_, **__: [1.0, 1.0, 1.0]
     for name in ("_exchange_device", "_maybe_exchange_device"):
         setattr(torch.cuda, name, lambda device: 0)

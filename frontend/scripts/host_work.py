@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
@@ -207,9 +207,9 @@ class WorkCounter:
             self.region, self.muted = 0, self.muted - 1
 
     @contextmanager
-    def called(self, name: str) -> Iterator[None]:
+    def standing_in(self, name: str) -> Iterator[None]:
         """What runs is one call of a library's function, if that is known as a whole."""
-        if name not in self.stands_in:
+        if self.function or name not in self.stands_in:
             yield
             return
         self._functions += 1
@@ -340,52 +340,34 @@ def _divided(module: Any) -> str:
     return f" by {module.parallel_mode}s" + (", sequences" if module.sequence_parallel else "")
 
 
-def compiled(function: Any) -> Any:
-    """What stands for a function that a framework has compiled: it runs as written, and counts as one call."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _counted_as(function: F, counting: Callable[[WorkCounter], AbstractContextManager[None]]) -> F:
+    """A function that runs as it is written, in what a counter makes of its calls."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         counter = WorkCounter.current
-        if counter is None:
-            return function(*args, **kwargs)
-        with counter.compiled():
+        with nullcontext() if counter is None else counting(counter):
             return function(*args, **kwargs)
 
-    return run
+    return cast(F, run)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+def compiled(function: Any) -> Any:
+    """What stands for a function that a framework has compiled: it runs as written, and counts as one call."""
+    return _counted_as(function, WorkCounter.compiled)
 
 
 def known_as(name: str) -> Callable[[F], F]:
     """Makes what stands for a library's function: it counts as one call of that, by the name it is known by."""
-
-    def standing_in(function: F) -> F:
-        @wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            counter = WorkCounter.current
-            if counter is None:
-                return function(*args, **kwargs)
-            with counter.called(name):
-                return function(*args, **kwargs)
-
-        return cast(F, run)
-
-    return standing_in
+    return lambda function: _counted_as(function, lambda counter: counter.standing_in(name))
 
 
 def batched(function: Any) -> Any:
     """`torch.distributed.batch_isend_irecv`, whose messages NCCL is given together: one launch, of all of them."""
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        counter = WorkCounter.current
-        if counter is None:
-            return function(*args, **kwargs)
-        with counter.together():
-            return function(*args, **kwargs)
-
-    return run
+    return _counted_as(function, WorkCounter.together)
 
 
 def wait_for_value(tensor: Any) -> None:

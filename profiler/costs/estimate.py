@@ -95,7 +95,7 @@ ROWWISE_SLOWER, ROWWISE_SPREAD = 1.05, 0.05
 (pytorch/pytorch#147971; the middle is taken)."""
 _BOTH, BOTH_SLOWER, BOTH_SPREAD = re.compile(r"\w+\.cast_both"), 2.2 / 1.4, 0.15
 """Kernels of torch.compile that cast a tensor and its transpose, over their bytes: they read it twice, and reach
-1.4 TB/s for gradients on an H100 where its other kernels of FP8 reach 2.2 (pytorch/pytorch, issue 133242; one that
+1.4 TB/s for gradients on an H100 where its other kernels of FP8 reach 2.2 (pytorch/pytorch#133242; one that
 is smaller 1.5 of 2)."""
 _COLUMNS, COLUMNS_SLOWER, COLUMNS_SPREAD = re.compile(r"fp8\.(amax|cast)_columns"), 3.0, 0.4
 """Kernels of torch.compile that scale each column of a tensor, over their bytes: 72 speedups of a norm, a linear
