@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum, auto
 from functools import cached_property
-from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints, overload
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_origin, get_type_hints, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from echograph.ir import types as t
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Bools = npt.NDArray[np.bool_]
 UInt8 = npt.NDArray[np.uint8]
@@ -172,9 +175,9 @@ def equal_rows(values: Int64) -> EqualRows:
     return EqualRows(order[new], of)
 
 
-def _freeze(table: object) -> None:
-    for its in fields(table):  # type: ignore[arg-type]
-        value = getattr(table, its.name)
+def _freeze(table: DataclassInstance) -> None:
+    for column in fields(table):
+        value = getattr(table, column.name)
         arrays = (value.offsets, value.values) if isinstance(value, Ragged) else (value,)
         for array in arrays:
             if isinstance(array, np.ndarray):
