@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf, prod
 from pathlib import Path
@@ -192,22 +192,24 @@ def _check_sizes(plan: Plan) -> None:
         raise UsageError("--recompute 0: give none, or 1 for every layer")
 
 
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "schedule": ("", *get_args(ScheduleName)),
+    "cp_method": get_args(CpMethod),
+    "stack": ("", *stack_names()),
+    "loss": ("", *get_args(LossName)),
+    "tp_comm_overlap": ("", *get_args(TpOverlapName)),
+    "moe_dispatcher": ("", *get_args(DispatcherName)),
+    "precision": ("", *get_args(PrecisionName)),
+    "grad_dtype": ("", *get_args(GradDType)),
+    "recompute": get_args(RecomputeName),
+}
+
+
 def _check_words(plan: Plan) -> None:
-    words = {
-        "schedule": ("", *get_args(ScheduleName)),
-        "cp_method": get_args(CpMethod),
-        "stack": ("", *stack_names()),
-        "loss": ("", *get_args(LossName)),
-        "tp_comm_overlap": ("", *get_args(TpOverlapName)),
-        "moe_dispatcher": ("", *get_args(DispatcherName)),
-        "precision": ("", *get_args(PrecisionName)),
-        "grad_dtype": ("", *get_args(GradDType)),
-        "recompute": (*get_args(RecomputeName), plan.recompute if plan.recompute.isdigit() else "none"),
-    }
-    for name, choices in words.items():
+    for name, choices in _WORDS.items():
         value = getattr(plan, name)
-        if value not in choices:
-            known = ", ".join(c for c in dict.fromkeys(choices) if c)
+        if value not in choices and not (name == "recompute" and value.isdigit()):
+            known = ", ".join(c for c in choices if c)
             raise UsageError(f"{option_name(name)} {value[:40]}: choose {known}")
     if sorted(plan.mesh_order.split("-")) != sorted(AXES):
         raise UsageError(
@@ -282,8 +284,7 @@ _PAIRS: tuple[tuple[Callable[[Plan], object], str], ...] = (
 
 
 def _check_pairs(plan: Plan) -> None:
-    others = [name for name in plan.given if name not in ("passes", "cluster")]
-    if plan.passes and others:
+    if plan.passes and (others := [name for name in plan.given if name not in ("passes", "cluster")]):
         raise UsageError(f"--passes: is the whole list: leave {', '.join(map(option_name, others))} out")
     for is_missing, line in _PAIRS:
         if is_missing(plan):

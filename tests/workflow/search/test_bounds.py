@@ -42,7 +42,7 @@ def check(graph: StepGraph, base: Plan, over: dict[str, tuple[object, ...]], dra
             result, _ = predict(graph, plan, system)
         except EchoError:
             continue
-        first = bounds.first(chosen, base.global_batch or 0)
+        first = bounds.first(plan, chosen["gpus"])
         assert result.memory is not None
         for bound in (first, second):
             assert bound.step_ps <= result.step_ps, plan.given
@@ -73,7 +73,7 @@ def test_bounds_of_uneven_stages_hold(dense: StepGraph) -> None:
 
 def test_rings_are_waited_for(dense: StepGraph) -> None:
     cost = Bounds(dense, _system("dgx-h100"), Scenario()).step(Plan(gpus=16, cp=2, global_batch=32))
-    assert cost.forward_waits_ps.any()
+    assert cost.forward.waits_ps.any()
 
 
 def test_what_others_found_of_a_step_is_taken(dense: StepGraph) -> None:
@@ -116,8 +116,8 @@ def test_the_second_bound_counts_the_bubble(dense: StepGraph) -> None:
     plans = [Plan(gpus=8, pp=2, zero=1, micro_batch=2, global_batch=batch) for batch in (8, 8192)]
     few, many = (bounds.second(plan, 8).step_ps / (plan.global_batch or 1) for plan in plans)
     cost = bounds.step(plans[0])
-    first_layer_ps = float(cost.forward_ps[0]) / 8
-    own_ps = float((cost.forward_ps + cost.backward_ps)[2:].sum()) / 8
+    first_layer_ps = float(cost.forward.kernels_ps[0]) / 8
+    own_ps = float((cost.forward.kernels_ps + cost.backward.kernels_ps)[2:].sum()) / 8
     assert few >= own_ps + first_layer_ps
     assert few > 1.02 * many
 
@@ -132,7 +132,7 @@ def test_a_layer_waits_for_its_own_communication(dense: StepGraph, pp: int) -> N
     step_ps = predict(dense, plan, system, memory=False)[0].step_ps
     lower, higher = (bounds.second(plan, 8 * pp).step_ps for bounds in (kernels, counted))
     assert 1.2 * lower < higher <= step_ps
-    without = counted.step(plan).backward_waits_ps.sum()
+    without = counted.step(plan).backward.waits_ps.sum()
     assert without > 0
     if pp > 1:
         split = counted.second(Plan(**base, schedule="zb-h1"), 16).step_ps
@@ -142,6 +142,6 @@ def test_a_layer_waits_for_its_own_communication(dense: StepGraph, pp: int) -> N
 def test_in_another_order_of_the_mesh_kernels_alone_count(dense: StepGraph) -> None:
     system = _system("dgx-h100")
     bounds, base = Bounds(dense, system, Scenario()), Plan(gpus=16, tp=8, global_batch=32)
-    assert bounds.step(base).forward_waits_ps.any()
+    assert bounds.step(base).forward.waits_ps.any()
     cost = bounds.step(replace(base, mesh_order="dp-tp-cp-ep-pp"))
-    assert not cost.forward_waits_ps.any() and not cost.backward_waits_ps.any()
+    assert not cost.forward.waits_ps.any() and not cost.backward.waits_ps.any()

@@ -3,53 +3,56 @@
 Two of them, the second tighter and dearer; a search asks for it only where the first does not decide.
 
 - `Bounds.first`, from the captured step alone: the FLOPs of its products over all GPUs at the device's peak, and
-  parameters with the optimizer's state over all ranks that can share them.
-- `Bounds.second`, from the step of one rank, which plans share that differ in their pipeline and their data
-  parallelism alone: the kernels of a micro-batch, as long as they take on the device, cannot run at once on one
-  compute stream, and a stage waits for the ones before it. With t_r the kernels of stage r for one micro-batch,
-  f_i and b_i those of the forward and backward pass of chunk i, and m micro-batches,
+  bytes of the step before anything is divided, as if ranks could share all of it.
+- `Bounds.second`, from the step of one rank (`step_cost`), which plans share that differ in their pipeline and
+  their data parallelism alone.
 
-      step >= max over stages r of (m t_r + sum over i < r of (f_i + b_i)),
+**Time.** A stage waits for the ones before it, and what follows its last backward pass begins behind the stages
+that feed it. With t_r what stage r has to do for one micro-batch (kernels, what these wait for their layer's own
+communication, and adding up gradients), f_i and b_i the forward and backward pass of chunk i until it has what it
+sends, m micro-batches, and e_r what stage r does at the end (reducing gradients, gathering parameters),
 
-  without what may run after a chunk has sent its result, a layer at most. A layer's kernels wait for its own
-  communication (tensor, context, expert parallelism): with the constants of the layer as a row of max-plus
-  matrices (`simulator.engine.segments`), clocks of the compute stream go on by at least the one from that stream
-  to itself. Other communication, the host, and what a stage does beside its layers only make a step longer.
+    step >= max over r of (m t_r + sum over i < r of f_i + max over j <= r of (sum over j <= i < r of b_i + e_j)).
+
+Nor is it shorter than what data-parallel ranks exchange in turn. The host, messages between stages and what else a
+stage waits for only make a step longer.
+
+**Memory.** Parameters, optimizer state, gradients once they are made, and what the forward passes leave whose
+backward pass has not begun, which is counted along the schedule of the first and the last stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
-from itertools import pairwise
-from typing import Any
+from collections.abc import Hashable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from echograph.errors import EchoError
-from echograph.ir.columns import NONE, Bools, Float64
-from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.columns import Float64
+from echograph.ir.graph import StepGraph
 from echograph.ir.passes.base import split_at_job
-from echograph.ir.passes.pipeline.placement import layer_of
-from echograph.ir.passes.pipeline.schedules import TURNING, ChunkOrder
-from echograph.ir.types import Gemm, OpKind, Phase, TensorRole
-from echograph.models.stacks import Stack, load_stack
+from echograph.ir.passes.pipeline.schedules import TURNING, ChunkOrder, order
+from echograph.ir.types import Gemm, OpKind, Phase
+from echograph.models.stacks import load_stack
 from echograph.profiler.costs.estimate import DTYPE_NAMES, KnownCosts
-from echograph.simulator.durations import NetworkModel, durations
-from echograph.simulator.engine.segments import cut, transfer_matrix, work_of
-from echograph.workflow.plan import Plan, passes, schedule_of, with_kernels, with_stack
+from echograph.simulator.collectives import CollectiveName
+from echograph.simulator.durations import NetworkModel
+from echograph.units import PS_PER_S
+from echograph.workflow.plan import Plan, passes, schedule_of, with_stack
 from echograph.workflow.scenario import Scenario
+from echograph.workflow.search.step_cost import StepBytes, StepCost, held_bytes, step_cost
 from echograph.workflow.shared import SharedSteps
 from echograph.workflow.system import System
 
-_STATES = (TensorRole.PARAMETER, TensorRole.OPTIMIZER_STATE)
 _NARROW = ("fp8", "nvfp4", "fp8_block")
 _NOT_OF_KERNELS = ("comm", "collective:", "host")
 """Beginnings of selectors of what bounds do not count."""
 _BACK_IN_ORDER = ("gpipe", "1f1b", "interleaved")
 """Schedules that run a chunk's backward pass in one piece."""
+_FULL_AT_ONCE = ("1f1b", "interleaved", "zb-h1")
+"""Schedules that have as much alive after four micro-batches a stage as after any more."""
 
 
 _MAKES_SMALLER = frozenset({"stack", "precision", "loss", "capacity_factor", "grad_dtype"})
@@ -93,37 +96,6 @@ class PlanBound:
     memory_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepCost:
-    """What a rank's step for one micro-batch takes and holds, before it is divided over stages and replicas.
-
-    Arrays have one entry a layer, in the model's order.
-
-    Attributes:
-        forward_ps: kernels of the forward pass of each layer.
-        backward_ps: those of the backward pass, recomputation included.
-        forward_waits_ps: what these wait in the forward pass of each layer for its own communication.
-        backward_waits_ps: the same in the backward pass, where it runs in one piece.
-        all_ps: of both passes, with what stands beside the layers.
-        update_ps: of the optimizer.
-        parameter_bytes: of all parameters.
-        state_bytes: of all of the optimizer's state.
-        kept_bytes: what each layer's forward pass leaves for its backward pass.
-        all_kept_bytes: the same of all layers, with what stands beside them.
-    """
-
-    forward_ps: Float64
-    backward_ps: Float64
-    forward_waits_ps: Float64
-    backward_waits_ps: Float64
-    all_ps: float
-    update_ps: float
-    parameter_bytes: float
-    state_bytes: float
-    kept_bytes: Float64
-    all_kept_bytes: float
-
-
 class Bounds:
     """Lower bounds of the plans of one graph on one system.
 
@@ -144,28 +116,22 @@ class Bounds:
         self.network = NetworkModel(system.cluster) if scenario == Scenario() and not system.profile else None
         self._shared, self._costs = steps or SharedSteps(graph), KnownCosts()
         self._steps: dict[Hashable, StepCost | EchoError] = {}
-        self._least_ps: dict[Hashable, float] = {}
-        self._keeps: dict[tuple[int, str], float] = {}
+        self._stages: dict[Hashable, _Stages] = {}
+        self._held: dict[tuple[int, str], StepBytes] = {}
 
-    def first(self, chosen: Mapping[str, Any], global_batch: int) -> PlanBound:
-        """A bound from the captured step alone.
+    def first(self, plan: Plan, gpus: int) -> PlanBound:
+        """A bound from the captured step, without the passes that share it among ranks.
 
         Args:
-            chosen: the values of a choice of the space.
-            global_batch: samples of a step.
+            plan: the plan, with a global batch.
+            gpus: how many it runs on.
         """
-        gpus, precision = chosen["gpus"], chosen.get("precision", "")
-        flops = 0.0 if "capacity_factor" in chosen else self._flops * global_batch
-        rate = self._rate(precision) * gpus
-        parameters, states = self._at_rest
-        model = chosen["tp"] * chosen["pp"]
-        share = model * chosen["ep"]
-        whole = share if chosen["zero"] < 3 else max(share, gpus)
-        apart = share if chosen["zero"] == 0 else max(share, gpus)
-        kept = 0.0 if _MAKES_SMALLER & chosen.keys() else self._kept(chosen["micro_batch"], chosen["recompute"])
+        flops = 0.0 if plan.capacity_factor is not None else self._flops * (plan.global_batch or 0)
+        rate = self._rate(plan.precision) * gpus
+        held = self._as_captured(self._micro_batch(plan), plan.recompute)
         return PlanBound(
-            step_ps=self.shorter * 1e12 * flops / rate if rate else 0.0,
-            memory_bytes=parameters / whole + states / apart + kept / (model * chosen["cp"]),
+            step_ps=self.shorter * PS_PER_S * flops / rate if rate else 0.0,
+            memory_bytes=_memory_bytes(_split(held, plan), plan, gpus, self._micro_batches(plan, gpus)),
         )
 
     def second(self, plan: Plan, gpus: int) -> PlanBound:
@@ -174,20 +140,67 @@ class Bounds:
         Raises:
             EchoError: the plan does not fit the graph.
         """
-        cost, key = self.step(plan), of_step(plan)
-        ranks = gpus // plan.model_ranks
-        micro_batch = plan.micro_batch or self.graph.workload.batch_size
-        count = (plan.global_batch or plan.pp * ranks * micro_batch) // (ranks * micro_batch)
-        shards = gpus // (plan.tp * plan.pp)
-        parameters = cost.parameter_bytes / (shards if plan.zero == 3 else 1)
-        states = cost.state_bytes / (shards if plan.zero else 1)
-        like = key, plan.pp, plan.vpp, schedule_of(plan), plan.stage_layers, plan.zero == 0, count, _in_pairs(plan)
-        if like not in self._least_ps:
-            self._least_ps[like] = self.shorter * _step_ps(cost, plan, count)
-        return PlanBound(
-            step_ps=self._least_ps[like],
-            memory_bytes=(parameters + states) / plan.pp + _kept(cost, plan, count),
+        cost, count = self.step(plan), self._micro_batches(plan, gpus)
+        key = (
+            of_step(plan),
+            plan.pp,
+            plan.vpp,
+            schedule_of(plan),
+            plan.stage_layers,
+            count,
+            plan.zero,
+            _in_pairs(plan),
         )
+        if key not in self._stages:
+            self._stages[key] = _Stages.of(cost, plan, count)
+        ends, shared = self._communication(cost, plan, gpus, count)
+        return PlanBound(
+            step_ps=self.shorter * max(self._stages[key].step_ps(ends), shared),
+            memory_bytes=_memory_bytes(cost.held, plan, gpus, count),
+        )
+
+    def _micro_batch(self, plan: Plan) -> int:
+        return plan.micro_batch or self.graph.workload.batch_size
+
+    def _micro_batches(self, plan: Plan, gpus: int) -> int:
+        ranks, samples = gpus // plan.model_ranks, self._micro_batch(plan)
+        return (plan.global_batch or plan.pp * ranks * samples) // (ranks * samples)
+
+    def _communication(self, cost: StepCost, plan: Plan, gpus: int, count: int) -> tuple[Float64, float]:
+        """What data-parallel ranks exchange: behind each stage's last backward pass, and in all; picoseconds.
+
+        With ZeRO-1 and 2 parameters are gathered when all is updated. With ZeRO-1 a stage behind the first reduces
+        all of its gradients at once, beside no more than a layer. Those of a kind follow each other: with ZeRO-2
+        reductions of each micro-batch, with ZeRO-3 gathers, without a pipeline of each layer in each pass. Buckets
+        take no less than all that is in them at once.
+        """
+        ends = np.zeros(plan.pp)
+        plan = with_stack(plan, load_stack(plan.stack)) if plan.stack else plan
+        chunks = _stage_chunks(len(cost.adding_ps), plan)
+        if not (chunks and plan.zero and plan.ep == 1 and self.network is not None and _as_usual(plan)):
+            return ends, 0.0
+        ranks = range(0, gpus // plan.pp, plan.tp)
+        ranks = ranks[: len(ranks) // (plan.distributed_optimizer_instances * plan.hsdp_replicas)]
+        held = cost.held
+        if plan.zero == 3:
+            if plan.pp > 1:
+                return ends, 0.0
+            often = count * (1 if plan.reshard_after_forward is False else 2)
+            return ends, often * sum(self._takes_ps("all_gather", its, ranks) for its in held.parameters.tolist())
+        shared = 0.0
+        for stage, of_stage in enumerate(chunks):
+            gather = self._takes_ps("all_gather", _sum(held.parameters, of_stage), ranks)
+            reduce = self._takes_ps("reduce_scatter", _sum(held.gradients, of_stage), ranks)
+            if not plan.overlap_param_gather:
+                ends[stage] += gather
+            if plan.zero == 1 and stage:
+                ends[stage] += max(0.0, reduce - float(cost.backward.kernels_ps[of_stage[0].start]))
+            shared = max(shared, gather + reduce * (count if plan.zero == 2 else 1))
+        return ends, shared
+
+    def _takes_ps(self, kind: CollectiveName, nbytes: float, ranks: range) -> float:
+        assert self.network is not None
+        return PS_PER_S * self.network.time(kind, nbytes, ranks).seconds
 
     def step(self, plan: Plan) -> StepCost:
         """What the step of one rank takes.
@@ -214,7 +227,7 @@ class Bounds:
     def _made(self, plan: Plan) -> StepCost | EchoError:
         try:
             network = self.network if _as_usual(plan) else None
-            return _cost(self._step_of(plan), plan, self.system, network, self._costs)
+            return step_cost(self._step_of(plan), plan, self.system, network, self._costs)
         except EchoError as error:
             return error
 
@@ -222,17 +235,17 @@ class Bounds:
         before, _ = split_at_job(passes(plan, self.graph.workload, self.system.cluster))
         return self._shared.after(before)
 
-    def _kept(self, micro_batch: int, recompute: str) -> float:
-        """Bytes that the forward pass of a whole micro-batch leaves for the backward pass."""
+    def _as_captured(self, micro_batch: int, recompute: str) -> StepBytes:
+        """What the captured step holds for a whole micro-batch."""
         key = micro_batch, recompute
-        if key not in self._keeps:
+        if key not in self._held:
             plan = Plan(micro_batch=micro_batch, recompute=recompute, gpus=1, cluster=self.system.cluster.name)
             try:
-                step = self._step_of(plan)
-                self._keeps[key] = float((_kept_by_op(step) * step.run_counts()).sum())
-            except EchoError:
-                self._keeps[key] = 0.0  # which is said of the plan itself
-        return self._keeps[key]
+                self._held[key] = held_bytes(self._step_of(plan))
+            except EchoError:  # which is said of the plan itself
+                held = held_bytes(self.graph)
+                self._held[key] = replace(held, kept=0.0 * held.kept)
+        return self._held[key]
 
     @cached_property
     def _flops(self) -> float:
@@ -267,138 +280,8 @@ class Bounds:
         codes = np.unique(self.graph.tensors.dtype).tolist()
         return any(DTYPE_NAMES.get(code, "").startswith(_NARROW) for code in codes)
 
-    @cached_property
-    def _at_rest(self) -> tuple[float, float]:
-        parameters, states = (float(_bytes_of(self.graph, role).sum()) for role in _STATES)
-        return parameters, states
 
-
-def _bytes_of(graph: StepGraph, role: TensorRole) -> Float64:
-    """Bytes of every tensor of a role, of all instances; 0 for others and for aliases."""
-    tensors = graph.tensors
-    instances = np.zeros(len(tensors))
-    for block in graph.blocks:
-        instances[block.tensors.start : block.tensors.stop] = len(block.instances)
-    own = (tensors.role == role) & ~tensors.port & (tensors.alias_of == NONE)
-    return np.asarray(np.where(own, tensors.nbytes * instances, 0.0))
-
-
-def _cost(
-    step: StepGraph, plan: Plan, system: System, network: NetworkModel | None, costs: KnownCosts
-) -> StepCost:  # fmt: skip
-    """What a rank's step takes, by layers; without a network, kernels wait for nothing."""
-    said = plan.stack or step.workload.stack
-    timed = system.annotate(with_kernels(step, load_stack(said) if said else Stack(), system.device), costs)
-    ops = timed.ops
-    known, _, _ = ops.duration_on(system.cluster.device)
-    kernels = (ops.kind == OpKind.COMPUTE) & ~ops.is_view & (known != NONE)
-    # Streams run beside each other: of several the one that does most is the bound.
-    busiest = int(np.argmax(np.bincount(ops.stream[kernels]))) if kernels.any() else 0
-    time = np.where(kernels & (ops.stream == busiest), known, 0).astype(np.float64)
-    forward = ops.phase == Phase.FORWARD
-    backward = np.isin(ops.phase, (Phase.BACKWARD, Phase.RECOMPUTE))
-    kept = _kept_by_op(timed)
-    waits = np.zeros(len(ops)) if network is None else _waits(timed, time, busiest, network)
-    columns = (time * forward, time * backward, kept, waits * forward, waits * backward)
-    forwards, backwards, keeps, before, behind = _by_layer(timed, columns)
-    counts = timed.run_counts()
-    return StepCost(
-        forward_ps=forwards,
-        backward_ps=backwards,
-        forward_waits_ps=before,
-        backward_waits_ps=behind,
-        all_ps=float((time * (forward | backward) * counts).sum()),
-        update_ps=float((time * (ops.phase == Phase.OPTIMIZER) * counts).sum()),
-        parameter_bytes=float(_bytes_of(timed, TensorRole.PARAMETER).sum()),
-        state_bytes=float(_bytes_of(timed, TensorRole.OPTIMIZER_STATE).sum()),
-        kept_bytes=keeps,
-        all_kept_bytes=float((kept * counts).sum()),
-    )
-
-
-def _waits(step: StepGraph, time: Float64, stream: int, network: NetworkModel) -> Float64:
-    """What a stream waits at least in each call of a layer, by the call's first operation; picoseconds.
-
-    Args:
-        step: of a rank, with durations.
-        time: of its kernels on the stream, which it waits beyond.
-        stream: the stream.
-        network: what communication takes.
-    """
-    found = np.zeros(len(step.ops))
-    if not np.isin(step.ops.kind, (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV)).any():
-        return found
-    job = JobGraph(**{its.name: getattr(step, its.name) for its in fields(step)})
-    try:
-        device = durations(job, network.cluster, network=network).picoseconds[:, None]
-    except EchoError:
-        return found  # which is said of the plan itself
-    segments = cut(job)
-    if segments is None:
-        return found
-    work, lane = work_of(job, device, np.zeros_like(device)), 1 + stream
-    phases = np.isin(step.ops.phase, (Phase.BACKWARD, Phase.RECOMPUTE))
-    layers = [block.ops for block in step.blocks[1:]]
-    for kind in segments.kinds:
-        rows = slice(kind.rows.start, kind.rows.stop)
-        if kind.rendezvous or not any(rows.start in its for its in layers) or len({*phases[rows].tolist()}) > 1:
-            continue
-        matrix = transfer_matrix(kind, work)
-        if lane in matrix.lanes:
-            at = matrix.lanes.index(lane)
-            found[rows.start] = max(0.0, float(matrix.over[at, at, 0]) - float(time[rows].sum()))
-    return found
-
-
-def _kept_by_op(graph: StepGraph) -> Float64:
-    """Bytes that each forward operation makes and the backward pass of the same block reads."""
-    ops, tensors, root = graph.ops, graph.tensors, graph.root
-    late = np.isin(ops.phase, (Phase.BACKWARD, Phase.RECOMPUTE))
-    read: Bools = np.zeros(len(tensors), bool)
-    read[root[ops.inputs.values[late[ops.inputs.rows]]]] = True
-    maker = graph.maker
-    made = np.flatnonzero(read & (maker != NONE) & (tensors.role == TensorRole.ACTIVATION) & ~tensors.port)
-    made = made[ops.phase[maker[made]] == Phase.FORWARD]
-    found = np.zeros(len(ops))
-    np.add.at(found, maker[made], tensors.nbytes[made].astype(np.float64))
-    return found
-
-
-def _by_layer(graph: StepGraph, values: Sequence[Float64]) -> list[Float64]:
-    """Sums of columns of the operation table over what each layer runs; what is of no layer is left out."""
-    sums = [np.concatenate([[0.0], np.cumsum(column)]) for column in values]
-    found: dict[str, Float64] = {}
-    for block, begin, end, instance, _ in graph.programs[0].calls.tolist():
-        label = graph.blocks[block].instances[instance].label
-        # All of a block is of the layer that its first operation is of; the main block's are told one by one.
-        pieces = [(begin, end)] if block else _runs(graph.ops.module[begin:end], begin)
-        for low, high in pieces:
-            name = layer_of(graph.strings[graph.ops.module[low]], label)
-            if name is not None:
-                of_layer = np.array([column[high] - column[low] for column in sums])
-                found[name] = found.get(name, np.zeros(len(sums))) + of_layer
-    table = np.array(list(found.values())).reshape(len(found), len(sums))
-    return [table[:, at] for at in range(len(sums))]
-
-
-def _runs(codes: npt.NDArray[np.signedinteger[Any]], begin: int) -> list[tuple[int, int]]:
-    """Ranges of rows with the same code."""
-    cuts = np.flatnonzero(np.diff(codes)) + 1
-    edges = [0, *cuts.tolist(), len(codes)]
-    return [(begin + low, begin + high) for low, high in pairwise(edges) if high > low]
-
-
-def _chunks(cost: StepCost, plan: Plan) -> list[slice]:
-    """The layers of every chunk of a pipeline, as the pass divides them: the first ones have one more."""
-    layers, chunks = len(cost.forward_ps), plan.pp * plan.vpp
-    least, more = divmod(layers, chunks)
-    counts = [least + (chunk < more) for chunk in range(chunks)]
-    if plan.stage_layers:
-        counts = [int(word) for word in plan.stage_layers.split(",")]
-    if min(counts) < 1 or sum(counts) != layers:
-        return []
-    ends = np.cumsum([0, *counts]).tolist()
-    return [slice(low, high) for low, high in pairwise(ends)]
+# -- stages ---------------------------------------------------------------------------------------------------
 
 
 def _in_pairs(plan: Plan) -> bool:
@@ -406,39 +289,155 @@ def _in_pairs(plan: Plan) -> bool:
     return bool(plan.overlap_moe_expert_parallel_comm)
 
 
-def _step_ps(cost: StepCost, plan: Plan, micro_batches: int) -> float:
-    alone = not _in_pairs(plan)
-    in_order = schedule_of(plan) in _BACK_IN_ORDER and alone
-    forwards = cost.forward_ps + (cost.forward_waits_ps if alone else 0.0)
-    backwards = cost.backward_ps + (cost.backward_waits_ps if in_order or (plan.pp == 1 and alone) else 0.0)
-    every = cost.all_ps + float((forwards - cost.forward_ps).sum() + (backwards - cost.backward_ps).sum())
-    # The mean of all stages, which the slowest one is not below.
-    updates = cost.update_ps if plan.zero == 0 else 0.0
-    longest = (micro_batches * every + updates) / plan.pp
-    chunks = _chunks(cost, plan) if plan.pp > 1 else []
-    if not chunks:
-        return longest
-    where = ChunkOrder(plan.pp, turns=schedule_of(plan) in TURNING)
-    before = after = 0.0
-    for stage in range(plan.pp):
-        of_stage = (chunks[number] for number in where.chunks(stage, len(chunks)))
-        own = sum(float((forwards[c] + backwards[c]).sum()) for c in of_stage)
-        forward, backward = forwards[chunks[stage]], backwards[chunks[stage]]
-        # What a chunk sends may be made before the last of its kernels run: the layer at its end is not counted.
-        after_own = after - float(backward[0]) if in_order else 0.0
-        longest = max(longest, micro_batches * own + before + max(0.0, after_own))
-        before += float(forward[:-1].sum())
-        after += float(backward[1:].sum())
-    return longest
+def _stage_chunks(layers: int, plan: Plan) -> tuple[tuple[slice, ...], ...]:
+    """The layers of every chunk of every stage; () where a chunk has none, or they are no layers of the model."""
+    return _chunks(layers, plan.pp, plan.vpp, plan.stage_layers, schedule_of(plan) in TURNING)
 
 
-def _kept(cost: StepCost, plan: Plan, micro_batches: int) -> float:
-    """Bytes of activations of the fullest stage."""
-    mean = cost.all_kept_bytes / plan.pp
-    chunks = _chunks(cost, plan) if plan.pp > 1 and plan.vpp == 1 else []
-    held = [
-        float(cost.kept_bytes[chunk].sum())
-        * (min(micro_batches, plan.pp - stage) if schedule_of(plan) != "gpipe" else micro_batches)
-        for stage, chunk in enumerate(chunks)
-    ]
-    return max([mean, *held])
+@lru_cache(4096)
+def _chunks(layers: int, stages: int, of_each: int, said: str, turns: bool) -> tuple[tuple[slice, ...], ...]:
+    chunks = stages * of_each
+    least, more = divmod(layers, chunks)
+    counts = [int(word) for word in said.split(",")] if said else [least + (k < more) for k in range(chunks)]
+    if min(counts) < 1 or sum(counts) != layers:
+        return ()
+    ends, order = np.cumsum(counts).tolist(), ChunkOrder(stages, turns)
+    slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    return tuple(tuple(slices[k] for k in order.chunks(stage, chunks)) for stage in range(stages))
+
+
+def _sum(column: Float64, chunks: tuple[slice, ...]) -> float:
+    """Over the layers of some chunks."""
+    return sum(float(column[chunk].sum()) for chunk in chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stages:
+    """What the stages of a pipeline take, in picoseconds, less what they do at the end.
+
+    Attributes:
+        mean: of all stages, which the slowest one is not below.
+        done: by stage, until its last backward pass has ended.
+        below: from the sends of a stage's last backward pass until those of the first stage.
+        left: of that pass, what may follow its sends.
+        waits: whether the last passes of a stage are those that the stages before it wait for.
+    """
+
+    mean: float
+    done: Float64
+    below: Float64
+    left: Float64
+    waits: bool
+
+    @classmethod
+    def of(cls, cost: StepCost, plan: Plan, micro_batches: int) -> _Stages:
+        """Of a rank's step, divided by a plan; without stages where it has no layers to divide."""
+        alone = not _in_pairs(plan)
+        in_order = alone and (plan.pp == 1 or schedule_of(plan) in _BACK_IN_ORDER)
+        forward, backward = cost.forward.whole_ps(waits=alone), cost.backward.whole_ps(waits=in_order)
+        waits = float((forward - cost.forward.kernels_ps + backward - cost.backward.kernels_ps).sum())
+        adding = cost.adding_ps * _additions(plan, micro_batches)
+        updates = cost.update_ps if plan.zero == 0 else 0.0
+        mean = (micro_batches * (cost.all_ps + waits) + float(adding.sum()) + updates) / plan.pp
+        stages = _stage_chunks(len(forward), plan)
+        work = micro_batches * (forward + backward) + adding
+        own = np.array([_sum(work, chunks) for chunks in stages])
+        # What the first chunk of a stage sends is made by its last layer forward, and by its first one backward.
+        ends = [(chunks[0], chunks[0].stop - 1, chunks[0].start) for chunks in stages]
+        up = np.array([forward[chunk].sum() - cost.forward.unsent_ps[last] for chunk, last, _ in ends])
+        left = np.array([cost.backward.unsent_ps[first] for _, _, first in ends])
+        down = np.array([backward[chunk].sum() for chunk, _, _ in ends]) - left
+        return cls(
+            mean=mean,
+            done=np.cumsum(up) - up + own,
+            below=np.cumsum(down) - down,
+            left=left,
+            waits=in_order,
+        )
+
+    def step_ps(self, ends: Float64) -> float:
+        """A step, with what each stage does behind its last backward pass."""
+        if not len(self.done):
+            return self.mean
+        if self.waits:
+            ends = self.below - self.left + np.maximum.accumulate(ends + self.left - self.below)
+        return max(self.mean, float((self.done + ends).max()))
+
+
+def _additions(plan: Plan, micro_batches: int) -> int:
+    """How often whole gradients are added to those of the micro-batches before, at least."""
+    whole = plan.zero < 2 or _adds_whole(plan)
+    return max(0, micro_batches - 2) if whole else 0
+
+
+# -- memory ---------------------------------------------------------------------------------------------------
+
+
+def _split(held: StepBytes, plan: Plan) -> StepBytes:
+    """What is left of a captured step for each rank that shares it, at least."""
+    usual = Plan()
+    as_captured = all(getattr(plan, name) == getattr(usual, name) for name in _MAKES_SMALLER)
+    return StepBytes(
+        parameters=held.parameters / (plan.tp * plan.ep),
+        states=held.states / (plan.tp * plan.ep),
+        gradients=held.gradients / (plan.tp * plan.ep) * as_captured,
+        kept=held.kept / (plan.tp * plan.cp) * as_captured,
+    )
+
+
+def _memory_bytes(held: StepBytes, plan: Plan, gpus: int, micro_batches: int) -> float:
+    """Bytes of the fullest device: what a step begins with, its gradients and activations."""
+    held = _divided(held, plan, gpus)
+    rest, alive = held.parameters + held.states, (held.kept, held.gradients)
+    fullest = float(rest.sum() + max(column.sum() for column in alive)) / plan.pp
+    stages, schedule = _stage_chunks(len(rest) - 1, plan), schedule_of(plan) or "1f1b"
+    if not stages or _in_pairs(plan):
+        return fullest
+    if schedule in _FULL_AT_ONCE:  # what follows is more of the same
+        micro_batches = min(micro_batches, 4 * plan.pp)
+    for stage in {0, plan.pp - 1}:
+        # Without a pipeline micro-batches follow each other, as on a stage that has none behind it.
+        points = _points(schedule, stage, plan.pp, micro_batches, plan.vpp, not _adds_whole(plan))
+        each = [column[chunk].sum() for column in alive for chunk in stages[stage]]
+        fullest = max(fullest, _sum(rest, stages[stage]) + float((points @ np.array(each)).max()))
+    return fullest
+
+
+def _divided(held: StepBytes, plan: Plan, gpus: int) -> StepBytes:
+    """What is left of a rank's step once data-parallel ranks share what lives through it, at least."""
+    ranks = gpus // (plan.tp * plan.pp)
+    within = ranks // (plan.hsdp_replicas * plan.distributed_optimizer_instances)
+    return replace(
+        held,
+        parameters=held.parameters * ((1 / within if plan.zero == 3 else 1) + _keeps_gathered(plan)),
+        states=held.states / (within if plan.zero else 1),
+        gradients=held.gradients / (ranks if plan.zero > 1 and not _adds_whole(plan) else 1),
+    )
+
+
+def _adds_whole(plan: Plan) -> bool:
+    """Whether whole gradients add up over micro-batches under ZeRO-3, until a chunk's last backward pass."""
+    return plan.zero == 3 and plan.pp > 1
+
+
+def _keeps_gathered(plan: Plan) -> bool:
+    """Whether chunks keep their parameters gathered from their first micro-batch to the last."""
+    return _adds_whole(plan) and not plan.reshard_after_forward
+
+
+@lru_cache(4096)
+def _points(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int, until_end: bool) -> Float64:
+    """What a stage has alive at least after each of its forward passes: [points, 2 chunks].
+
+    For each of its chunks the micro-batches whose backward pass has not begun, and whether an earlier one has made
+    gradients; where these stay until the end, as the last point all of them.
+    """
+    passes = order(schedule, stage, stages, micro_batches, chunks)
+    kinds = np.array([("forward", "backward", "weight").index(kind) for kind, _, _ in passes])
+    of_chunk = np.array([chunk for _, _, chunk in passes])[:, None] == np.arange(chunks)
+    forwards, backwards, weights = (np.cumsum(of_chunk & (kinds == kind)[:, None], axis=0) for kind in range(3))
+    made = weights if (kinds == 2).any() else backwards
+    alive = np.concatenate([forwards - backwards, made > 0], axis=1)[kinds == 0]
+    if until_end:
+        alive = np.concatenate([alive, [[0] * chunks + [1] * chunks]])
+    return np.unique(alive, axis=0).astype(np.float64)

@@ -31,10 +31,11 @@ from echograph.units import format_bytes, format_count, format_time
 from echograph.workflow.plan import Plan
 from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.search.bounds import Bounds, PlanBound, StepCost, of_step
+from echograph.workflow.search.bounds import Bounds, PlanBound, of_step
 from echograph.workflow.search.objective import Objective
 from echograph.workflow.search.objective import objective as objective_named
 from echograph.workflow.search.space import PlanWords, Space, space
+from echograph.workflow.search.step_cost import StepCost
 from echograph.workflow.search.writers import PlanSizes
 from echograph.workflow.system import System
 from echograph.workflow.workers import HERE, WorkerOptions, Workers, workers
@@ -360,7 +361,7 @@ class _Search:
     """A search under way.
 
     Attributes:
-        loose: plans with a coarse bound: that, their turn among equal ones, number, and choice. A heap.
+        loose: plans with a coarse bound: that, their turn among equal ones, number, and plan. A heap.
         left: plans with a tight bound, or whose step is known: that, which of them, number, and plan. A heap.
         waiting: plans, with their numbers, by the step of a rank of which it is not known yet what it costs.
         ahead: whether plans are predicted before all bounds are known, so that there are some when it ends.
@@ -381,7 +382,7 @@ class _Search:
         self.steps: dict[int, float] = {}
         self.needs: dict[int, float] = {}
         self.simulated = self.considered = 0
-        self.loose: list[tuple[float, int, int, PlanWords]] = []
+        self.loose: list[tuple[float, int, int, Plan]] = []
         self.left: list[tuple[float, int, int, Plan]] = []
         self.waiting: dict[Hashable, list[tuple[int, Plan]]] = {}
         self.ahead, self.fits_bytes, self.too_large_bytes = ahead, 0.0, float(capacity)
@@ -393,12 +394,17 @@ class _Search:
             self.considered = number + 1
             if number % 4096 == 0:
                 self.say("bounding plans", number)
-            bound = self.bounds.first(chosen, self.among.facts.global_batch)
+            try:
+                plan = self.among.plan(chosen)
+            except EchoError as error:
+                self.losers.refused[_kind_of(str(error))] += 1
+                continue
+            bound = self.bounds.first(plan, chosen["gpus"])
             least = self._least(bound, chosen["gpus"])
-            if self._may_fit(bound, chosen) and self._in_time(least):
+            if self._may_fit(bound, plan) and self._in_time(least):
                 # Neighbours have most in common, so turns go through the whole space first: by the bits reversed.
                 turn = int(f"{number:064b}"[::-1], 2)
-                self.loose.append((least, turn, number, chosen))
+                self.loose.append((least, turn, number, plan))
         heapq.heapify(self.loose)
         self.losers.divides = Counter(self.among.refused)
 
@@ -473,12 +479,7 @@ class _Search:
                 return number, plan, "whole" if number in self.steps else "step"
             if self.ahead and self.learned and self.diving == NONE and (point := self._dive()) is not None:
                 return point
-            _, _, number, chosen = heapq.heappop(self.loose)
-            try:
-                plan = self.among.plan(chosen)
-            except EchoError as error:
-                self.losers.refused[_kind_of(str(error))] += 1
-                continue
+            _, _, number, plan = heapq.heappop(self.loose)
             if self.bounds.knows(plan):
                 self._tighten(number, plan)
                 continue

@@ -17,8 +17,8 @@ from typing import Any
 from echograph import __version__
 from echograph.errors import DataError
 from echograph.options import given
-from echograph.workflow.search.bounds import StepCost
 from echograph.workflow.search.branch import Candidate, PlanAnswer, PlanPoint, Question
+from echograph.workflow.search.step_cost import StepCost
 from echograph.workflow.sweep.run import graph_digest, system_digest
 from echograph.workflow.sweep.store import Journal, journal, read_journal
 from echograph.workflow.workers import Workers
