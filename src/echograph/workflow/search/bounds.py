@@ -24,13 +24,13 @@ backward pass has not begun, which is counted along the schedule of the first an
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 from echograph.errors import EchoError
-from echograph.ir.columns import Float64
+from echograph.ir.columns import Float64, Int64
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.base import split_at_job
 from echograph.ir.passes.pipeline.schedules import TURNING, ChunkOrder, order
@@ -128,10 +128,10 @@ class Bounds:
         """
         flops = 0.0 if plan.capacity_factor is not None else self._flops * (plan.global_batch or 0)
         rate = self._rate(plan.precision) * gpus
-        held = self._as_captured(self._micro_batch(plan), plan.recompute)
+        held, count = self._as_captured(self._micro_batch(plan), plan.recompute), self._micro_batches(plan, gpus)
         return PlanBound(
             step_ps=self.shorter * PS_PER_S * flops / rate if rate else 0.0,
-            memory_bytes=_memory_bytes(_split(held, plan), plan, gpus, self._micro_batches(plan, gpus)),
+            memory_bytes=_memory_bytes(held, _of_ranks(plan) * _of_replicas(plan, gpus), plan, count),
         )
 
     def second(self, plan: Plan, gpus: int) -> PlanBound:
@@ -156,7 +156,7 @@ class Bounds:
         ends, shared = self._communication(cost, plan, gpus, count)
         return PlanBound(
             step_ps=self.shorter * max(self._stages[key].step_ps(ends), shared),
-            memory_bytes=_memory_bytes(cost.held, plan, gpus, count),
+            memory_bytes=_memory_bytes(cost.held, _of_replicas(plan, gpus), plan, count),
         )
 
     def _micro_batch(self, plan: Plan) -> int:
@@ -176,31 +176,32 @@ class Bounds:
         """
         ends = np.zeros(plan.pp)
         plan = with_stack(plan, load_stack(plan.stack)) if plan.stack else plan
-        chunks = _stage_chunks(len(cost.adding_ps), plan)
-        if not (chunks and plan.zero and plan.ep == 1 and self.network is not None and _as_usual(plan)):
+        stages = _stage_chunks(cost.held.layers, plan)
+        if stages is None or not (plan.zero and plan.ep == 1 and self.network is not None and _as_usual(plan)):
             return ends, 0.0
         ranks = range(0, gpus // plan.pp, plan.tp)
         ranks = ranks[: len(ranks) // (plan.distributed_optimizer_instances * plan.hsdp_replicas)]
-        held = cost.held
         if plan.zero == 3:
             if plan.pp > 1:
                 return ends, 0.0
             often = count * (1 if plan.reshard_after_forward is False else 2)
-            return ends, often * sum(self._takes_ps("all_gather", its, ranks) for its in held.parameters.tolist())
-        shared = 0.0
-        for stage, of_stage in enumerate(chunks):
-            gather = self._takes_ps("all_gather", _sum(held.parameters, of_stage), ranks)
-            reduce = self._takes_ps("reduce_scatter", _sum(held.gradients, of_stage), ranks)
-            if not plan.overlap_param_gather:
-                ends[stage] += gather
-            if plan.zero == 1 and stage:
-                ends[stage] += max(0.0, reduce - float(cost.backward.kernels_ps[of_stage[0].start]))
-            shared = max(shared, gather + reduce * (count if plan.zero == 2 else 1))
-        return ends, shared
+            return ends, often * self._takes_ps("all_gather", np.diff(cost.held.before[0]), ranks).sum()
+        parameters, _, gradients, _ = stages.of(cost.held.before).sum(axis=-1)
+        gather = self._takes_ps("all_gather", parameters, ranks)
+        reduce = self._takes_ps("reduce_scatter", gradients, ranks)
+        if not plan.overlap_param_gather:
+            ends += gather
+        if plan.zero == 1:
+            beside = cost.backward.kernels_ps[stages.first[1:, 0]]
+            ends[1:] += np.maximum(0.0, reduce[1:] - beside)
+        return ends, float((gather + reduce * (count if plan.zero == 2 else 1)).max())
 
-    def _takes_ps(self, kind: CollectiveName, nbytes: float, ranks: range) -> float:
+    def _takes_ps(self, kind: CollectiveName, nbytes: Float64, ranks: range) -> Float64:
+        """What collectives of some sizes take."""
         assert self.network is not None
-        return PS_PER_S * self.network.time(kind, nbytes, ranks).seconds
+        sizes, place = np.unique(nbytes, return_inverse=True)
+        takes = [self.network.time(kind, size, ranks).seconds for size in sizes.tolist()]
+        return PS_PER_S * np.array(takes)[place]
 
     def step(self, plan: Plan) -> StepCost:
         """What the step of one rank takes.
@@ -244,7 +245,7 @@ class Bounds:
                 self._held[key] = held_bytes(self._step_of(plan))
             except EchoError:  # which is said of the plan itself
                 held = held_bytes(self.graph)
-                self._held[key] = replace(held, kept=0.0 * held.kept)
+                self._held[key] = StepBytes(0.0 * held.before, 0.0 * held.rest)
         return self._held[key]
 
     @cached_property
@@ -289,26 +290,38 @@ def _in_pairs(plan: Plan) -> bool:
     return bool(plan.overlap_moe_expert_parallel_comm)
 
 
-def _stage_chunks(layers: int, plan: Plan) -> tuple[tuple[slice, ...], ...]:
-    """The layers of every chunk of every stage; () where a chunk has none, or they are no layers of the model."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _StageChunks:
+    """The layers of every chunk of every stage.
+
+    Attributes:
+        first: [stages, chunks of each], the first layer of each chunk.
+        end: the layer behind its last one.
+    """
+
+    first: Int64
+    end: Int64
+
+    def of(self, before: Float64) -> Float64:
+        """[..., stages, chunks of each]: the chunks' part of sums over the layers before each one."""
+        return np.asarray(before[..., self.end] - before[..., self.first])
+
+
+def _stage_chunks(layers: int, plan: Plan) -> _StageChunks | None:
+    """The chunks of a plan's stages; None where one has no layer, or they are not those of the model."""
     return _chunks(layers, plan.pp, plan.vpp, plan.stage_layers, schedule_of(plan) in TURNING)
 
 
 @lru_cache(4096)
-def _chunks(layers: int, stages: int, of_each: int, said: str, turns: bool) -> tuple[tuple[slice, ...], ...]:
+def _chunks(layers: int, stages: int, of_each: int, said: str, turns: bool) -> _StageChunks | None:
     chunks = stages * of_each
     least, more = divmod(layers, chunks)
     counts = [int(word) for word in said.split(",")] if said else [least + (k < more) for k in range(chunks)]
     if min(counts) < 1 or sum(counts) != layers:
-        return ()
-    ends, order = np.cumsum(counts).tolist(), ChunkOrder(stages, turns)
-    slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    return tuple(tuple(slices[k] for k in order.chunks(stage, chunks)) for stage in range(stages))
-
-
-def _sum(column: Float64, chunks: tuple[slice, ...]) -> float:
-    """Over the layers of some chunks."""
-    return sum(float(column[chunk].sum()) for chunk in chunks)
+        return None
+    numbers = np.array([ChunkOrder(stages, turns).chunks(stage, chunks) for stage in range(stages)])
+    end = np.cumsum(counts)
+    return _StageChunks((end - counts)[numbers], end[numbers])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,17 +352,20 @@ class _Stages:
         adding = cost.adding_ps * _additions(plan, micro_batches)
         updates = cost.update_ps if plan.zero == 0 else 0.0
         mean = (micro_batches * (cost.all_ps + waits) + float(adding.sum()) + updates) / plan.pp
-        stages = _stage_chunks(len(forward), plan)
-        work = micro_batches * (forward + backward) + adding
-        own = np.array([_sum(work, chunks) for chunks in stages])
+        stages = _stage_chunks(cost.held.layers, plan)
+        if stages is None:
+            none = np.empty(0)
+            return cls(mean=mean, done=none, below=none, left=none, waits=in_order)
+        rows = np.stack([micro_batches * (forward + backward) + adding, forward, backward])
+        before = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)], axis=1)
+        work, forwards, backwards = stages.of(before)
         # What the first chunk of a stage sends is made by its last layer forward, and by its first one backward.
-        ends = [(chunks[0], chunks[0].stop - 1, chunks[0].start) for chunks in stages]
-        up = np.array([forward[chunk].sum() - cost.forward.unsent_ps[last] for chunk, last, _ in ends])
-        left = np.array([cost.backward.unsent_ps[first] for _, _, first in ends])
-        down = np.array([backward[chunk].sum() for chunk, _, _ in ends]) - left
+        up = forwards[:, 0] - cost.forward.unsent_ps[stages.end[:, 0] - 1]
+        left = cost.backward.unsent_ps[stages.first[:, 0]]
+        down = backwards[:, 0] - left
         return cls(
             mean=mean,
-            done=np.cumsum(up) - up + own,
+            done=np.cumsum(up) - up + work.sum(axis=1),
             below=np.cumsum(down) - down,
             left=left,
             waits=in_order,
@@ -373,46 +389,45 @@ def _additions(plan: Plan, micro_batches: int) -> int:
 # -- memory ---------------------------------------------------------------------------------------------------
 
 
-def _split(held: StepBytes, plan: Plan) -> StepBytes:
-    """What is left of a captured step for each rank that shares it, at least."""
-    usual = Plan()
-    as_captured = all(getattr(plan, name) == getattr(usual, name) for name in _MAKES_SMALLER)
-    return StepBytes(
-        parameters=held.parameters / (plan.tp * plan.ep),
-        states=held.states / (plan.tp * plan.ep),
-        gradients=held.gradients / (plan.tp * plan.ep) * as_captured,
-        kept=held.kept / (plan.tp * plan.cp) * as_captured,
-    )
+def _memory_bytes(held: StepBytes, share: Float64, plan: Plan, micro_batches: int) -> float:
+    """Bytes of the fullest device: what a step begins with, its gradients and activations.
 
-
-def _memory_bytes(held: StepBytes, plan: Plan, gpus: int, micro_batches: int) -> float:
-    """Bytes of the fullest device: what a step begins with, its gradients and activations."""
-    held = _divided(held, plan, gpus)
-    rest, alive = held.parameters + held.states, (held.kept, held.gradients)
-    fullest = float(rest.sum() + max(column.sum() for column in alive)) / plan.pp
-    stages, schedule = _stage_chunks(len(rest) - 1, plan), schedule_of(plan) or "1f1b"
-    if not stages or _in_pairs(plan):
-        return fullest
+    Args:
+        held: of the step.
+        share: [`HELD`], what of it is left for a rank at least, but for the pipeline.
+        plan: the plan.
+        micro_batches: of a step.
+    """
+    parameters, states, gradients, kept = ((held.before[:, -1] + held.rest) * share).tolist()
+    fullest = (parameters + states + max(gradients, kept)) / plan.pp
+    stages, schedule = _stage_chunks(held.layers, plan), schedule_of(plan) or "1f1b"
+    if stages is None or _in_pairs(plan):
+        return float(fullest)
     if schedule in _FULL_AT_ONCE:  # what follows is more of the same
         micro_batches = min(micro_batches, 4 * plan.pp)
-    for stage in {0, plan.pp - 1}:
+    ends = sorted({0, plan.pp - 1})
+    of_chunks = (held.before[:, stages.end[ends]] - held.before[:, stages.first[ends]]) * share[:, None, None]
+    for stage, (parameters, states, *alive) in zip(ends, of_chunks.swapaxes(0, 1), strict=True):
         # Without a pipeline micro-batches follow each other, as on a stage that has none behind it.
         points = _points(schedule, stage, plan.pp, micro_batches, plan.vpp, not _adds_whole(plan))
-        each = [column[chunk].sum() for column in alive for chunk in stages[stage]]
-        fullest = max(fullest, _sum(rest, stages[stage]) + float((points @ np.array(each)).max()))
-    return fullest
+        fullest = max(fullest, (parameters + states).sum() + (points @ np.concatenate(alive)).max())
+    return float(fullest)
 
 
-def _divided(held: StepBytes, plan: Plan, gpus: int) -> StepBytes:
-    """What is left of a rank's step once data-parallel ranks share what lives through it, at least."""
+def _of_ranks(plan: Plan) -> Float64:
+    """[`HELD`]: the part of a captured step that is left for each of the ranks that share its layers."""
+    usual, model = Plan(), plan.tp * plan.ep
+    as_captured = all(getattr(plan, name) == getattr(usual, name) for name in _MAKES_SMALLER)
+    return np.array([1 / model, 1 / model, as_captured / model, as_captured / (plan.tp * plan.cp)])
+
+
+def _of_replicas(plan: Plan, gpus: int) -> Float64:
+    """[`HELD`]: the part of a rank's step that is left once data-parallel ranks share what lives through it."""
     ranks = gpus // (plan.tp * plan.pp)
     within = ranks // (plan.hsdp_replicas * plan.distributed_optimizer_instances)
-    return replace(
-        held,
-        parameters=held.parameters * ((1 / within if plan.zero == 3 else 1) + _keeps_gathered(plan)),
-        states=held.states / (within if plan.zero else 1),
-        gradients=held.gradients / (ranks if plan.zero > 1 and not _adds_whole(plan) else 1),
-    )
+    parameters = (1 / within if plan.zero == 3 else 1) + _keeps_gathered(plan)
+    shards = plan.zero > 1 and not _adds_whole(plan)
+    return np.array([parameters, 1 / within if plan.zero else 1, 1 / ranks if shards else 1, 1])
 
 
 def _adds_whole(plan: Plan) -> bool:
@@ -429,15 +444,15 @@ def _keeps_gathered(plan: Plan) -> bool:
 def _points(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int, until_end: bool) -> Float64:
     """What a stage has alive at least after each of its forward passes: [points, 2 chunks].
 
-    For each of its chunks the micro-batches whose backward pass has not begun, and whether an earlier one has made
-    gradients; where these stay until the end, as the last point all of them.
+    For each of its chunks whether an earlier micro-batch has made gradients, then those whose backward pass has
+    not begun; where gradients stay until the end, as the last point all of them.
     """
     passes = order(schedule, stage, stages, micro_batches, chunks)
     kinds = np.array([("forward", "backward", "weight").index(kind) for kind, _, _ in passes])
     of_chunk = np.array([chunk for _, _, chunk in passes])[:, None] == np.arange(chunks)
     forwards, backwards, weights = (np.cumsum(of_chunk & (kinds == kind)[:, None], axis=0) for kind in range(3))
     made = weights if (kinds == 2).any() else backwards
-    alive = np.concatenate([forwards - backwards, made > 0], axis=1)[kinds == 0]
+    alive = np.concatenate([made > 0, forwards - backwards], axis=1)[kinds == 0]
     if until_end:
-        alive = np.concatenate([alive, [[0] * chunks + [1] * chunks]])
+        alive = np.concatenate([alive, [[1] * chunks + [0] * chunks]])
     return np.unique(alive, axis=0).astype(np.float64)

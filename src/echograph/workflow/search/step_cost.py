@@ -31,25 +31,27 @@ from echograph.simulator.engine.segments import cut, transfer_matrix, work_of
 from echograph.workflow.plan import Plan, with_kernels
 from echograph.workflow.system import System
 
-STATES = (TensorRole.PARAMETER, TensorRole.OPTIMIZER_STATE)
-_HELD = (*STATES, TensorRole.GRADIENT)
+HELD = (TensorRole.PARAMETER, TensorRole.OPTIMIZER_STATE, TensorRole.GRADIENT, TensorRole.ACTIVATION)
+"""What a step holds, of gradients those that its backward pass makes of parameters; of activations those that the
+forward pass of a micro-batch leaves for its backward pass."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBytes:
-    """What a rank's step holds: bytes of each layer, and behind them of what is of none.
+    """What a rank's step holds, in bytes.
 
     Attributes:
-        parameters: parameters.
-        states: the optimizer's state.
-        gradients: those that the backward pass makes of parameters.
-        kept: what the forward pass of a micro-batch leaves for its backward pass.
+        before: [`HELD`, layers + 1], of the layers before each one, and last of all layers.
+        rest: [`HELD`], of what is of no layer.
     """
 
-    parameters: Float64
-    states: Float64
-    gradients: Float64
-    kept: Float64
+    before: Float64
+    rest: Float64
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return len(self.before[0]) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,11 +135,12 @@ def held_bytes(step: StepGraph) -> StepBytes:
 
 def _held(layers: _Layers) -> StepBytes:
     step, kept = layers.graph, _kept_by_op(layers.graph)
-    columns = [layers.shares(_owned(step, role), step.tensors.nbytes) for role in _HELD] + [layers.sums(kept)]
-    totals = [float(bytes_of(step, role).sum()) for role in _HELD] + [float((kept * step.run_counts()).sum())]
+    columns = [layers.shares(owned(step, role), step.tensors.nbytes) for role in HELD[:-1]] + [layers.sums(kept)]
+    totals = [bytes_of(step, role).sum() for role in HELD[:-1]] + [(kept * step.run_counts()).sum()]
+    of_layers = np.array(columns).reshape(len(HELD), layers.count)
+    before = np.concatenate([np.zeros((len(HELD), 1)), np.cumsum(of_layers, axis=1)], axis=1)
     # Two layers may hold the same parameter.
-    rest = (max(0.0, total - float(column.sum())) for column, total in zip(columns, totals, strict=True))
-    return StepBytes(*(np.append(column, each) for column, each in zip(columns, rest, strict=True)))
+    return StepBytes(before, np.maximum(0.0, np.array(totals) - before[:, -1]))
 
 
 def _adding(step: StepGraph, system: System, costs: KnownCosts) -> tuple[Bools, Float64]:
@@ -316,10 +319,10 @@ def bytes_of(graph: StepGraph, role: TensorRole) -> Float64:
     instances = np.zeros(len(graph.tensors))
     for block in graph.blocks:
         instances[block.tensors.start : block.tensors.stop] = len(block.instances)
-    return np.asarray(np.where(_owned(graph, role), graph.tensors.nbytes * instances, 0.0))
+    return np.asarray(np.where(owned(graph, role), graph.tensors.nbytes * instances, 0.0))
 
 
-def _owned(graph: StepGraph, role: TensorRole) -> Bools:
+def owned(graph: StepGraph, role: TensorRole) -> Bools:
     """Which tensors of a role have memory of their own; of gradients, those that the backward pass makes."""
     tensors = graph.tensors
     owned = (tensors.role == role) & ~tensors.port & (tensors.alias_of == NONE)
