@@ -10,11 +10,13 @@ import pytest
 
 from echograph.errors import EchoError, PlanError
 from echograph.ir.graph import StepGraph
+from echograph.simulator.durations import NetworkModel
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.search.bounds import Bounds
+from echograph.workflow.search.bounds import Bounds, _points
 from echograph.workflow.search.space import space
+from echograph.workflow.search.step_cost import HELD
 from echograph.workflow.system import System
 
 OVER = {
@@ -137,6 +139,51 @@ def test_a_layer_waits_for_its_own_communication(dense: StepGraph, pp: int) -> N
     if pp > 1:
         split = counted.second(Plan(**base, schedule="zb-h1"), 16).step_ps
         assert lower < split < higher
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage", "chunks", "kept"),
+    [("1f1b", 0, 1, 4), ("1f1b", 3, 1, 1), ("gpipe", 0, 1, 16), ("interleaved", 0, 2, 11), ("zb-h1", 0, 1, 4)],
+)
+def test_micro_batches_in_flight_are_those_of_the_schedule(
+    schedule: str, stage: int, chunks: int, kept: int
+) -> None:
+    """Narayanan et al., SC 2021: stages - stage of 1F1B; with chunks (chunks - 1) stages + 2 (stages - 1) + 1."""
+    points = _points(schedule, stage, 4, 16, chunks, True)
+    gradients, alive = points[:, :chunks], points[:, chunks:]
+    assert alive.sum(axis=1).max() == kept
+    assert (gradients[alive.sum(axis=1) == kept].sum(axis=1).max() == chunks) == (schedule != "gpipe")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(gpus=8, pp=2, vpp=2, micro_batch=1, global_batch=64),
+        Plan(gpus=8, pp=2, zero=1, global_batch=64, recompute="full"),
+        Plan(gpus=8, pp=2, vpp=2, zero=3, micro_batch=1, global_batch=64),
+        Plan(gpus=8, tp=2, schedule="zb-h1", pp=2, micro_batch=1, global_batch=64),
+        Plan(gpus=8, micro_batch=1, global_batch=32),
+    ],
+)
+def test_the_second_bound_of_memory_is_near(dense: StepGraph, plan: Plan) -> None:
+    """It counts what is in flight, and gradients; what is left is communication and what a kernel works with."""
+    bound = Bounds(dense, _system("dgx-h100"), Scenario()).second(plan, 8).memory_bytes
+    result, _ = predict(dense, plan, _system("dgx-h100"))
+    assert result.memory is not None
+    counted = sum(result.memory.by_role.get(role.name.lower(), 0) for role in HELD)
+    assert 0.55 * counted < bound <= result.memory.peak_bytes
+
+
+def test_what_replicas_exchange_at_the_end_is_counted(dense: StepGraph) -> None:
+    """ZeRO-1 gathers parameters once all is updated; ahead of the next step's layers it may be hidden."""
+    bounds = Bounds(dense, _system("ethernet-100g"), Scenario())
+    plan = Plan(gpus=32, pp=2, zero=1, global_batch=64, cluster="ethernet-100g")
+    after, ahead = (bounds.second(replace(plan, overlap_param_gather=each), 32).step_ps for each in (False, True))
+    ranks, before = range(0, 16), bounds.step(plan).held.before[0]
+    gather = NetworkModel(_system("ethernet-100g").cluster).time("all_gather", float(before[2]), ranks)
+    assert after - ahead == pytest.approx(1e12 * gather.seconds, rel=0.2)
+    many = bounds.second(replace(plan, zero=2, micro_batch=1), 32).step_ps
+    assert many > 1.2 * after
 
 
 def test_in_another_order_of_the_mesh_kernels_alone_count(dense: StepGraph) -> None:
