@@ -75,6 +75,7 @@ def test_the_options_reach_the_step(cli, tiny_config: Path, tmp_path: Path) -> N
     assert any("norm" in n for n in names["clipped"] - names["plain"])
 
 
+@pytest.mark.slow
 def test_both_captures_count_the_same_work(cli, tiny_config: Path, tmp_path: Path) -> None:
     records = [
         cli("echoc", "compile", "-m", tiny_config, "--capture", way, "--json", "-o", tmp_path / way).json()

@@ -123,7 +123,7 @@ CASES = [
     pytest.param("llama-3-8b", 16, "1f1b", 8, 1, 9, 1024, marks=pytest.mark.slow),
     pytest.param("llama-3-8b", 8, "zb-h1", 4, 1, 6, 64, marks=pytest.mark.slow),
     pytest.param("llama-3-8b", 16, "interleaved", 4, 2, 8, 64, marks=pytest.mark.slow),
-    ("llama-3-8b", 4, "zb-v", 2, 2, 4, 8),
+    pytest.param("llama-3-8b", 4, "zb-v", 2, 2, 4, 8, marks=pytest.mark.slow),
     pytest.param("llama-3-8b", 8, "dualpipe-v", 4, 2, 9, 64, marks=pytest.mark.slow),
     pytest.param("llama-3-8b", 16, "zb-v", 4, 2, 9, 64, marks=pytest.mark.slow),
 ]

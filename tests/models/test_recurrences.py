@@ -92,8 +92,8 @@ def test_gradients_are_like_what_they_are_of(name: str) -> None:
     ("config", "kernel", "layers"),
     [
         (NEXT, "recurrent.gated_delta_rule", 3),
-        (KIMI, "recurrent.gated_delta_rule", 3),
-        (JAMBA, "recurrent.selective_scan", 3),
+        pytest.param(KIMI, "recurrent.gated_delta_rule", 3, marks=pytest.mark.slow),
+        pytest.param(JAMBA, "recurrent.selective_scan", 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_layer_is_one_operation_each_way_whatever_the_length(config: dict, kernel: str, layers: int) -> None:

@@ -39,6 +39,7 @@ def capture(folder: Path, script: str) -> tuple[int, int, str]:
     return status, used.ru_maxrss, (folder / "errors").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "wait4"), reason="this system cannot tell what a process used")
 def test_a_plain_script_imports_no_compiler_and_writes_no_memory_of_buckets(tmp_path: Path) -> None:
     status, small, errors = capture(tmp_path, PLAIN.format(width=64))

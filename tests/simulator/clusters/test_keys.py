@@ -124,7 +124,7 @@ def acts(name: str, path: Keys, folder: Path) -> bool:
     return refused
 
 
-FEW = ("dgx-h100", "ethernet-100g")
+FEW = ("dgx-h100",)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def test_what_fits_is_found_in_few_tries(dense: StepGraph, monkeypatch: pytest.M
     assert layers.to_json()["at_least"] is True
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_is_one_that_was_captured(dense: StepGraph) -> None:
     tried = []
 
