@@ -708,10 +708,7 @@ def _places(ragged: Ragged, rows: Rows) -> tuple[Int64, Int64 | slice]:
     if isinstance(rows, range):
         ends = ragged.offsets[rows.start : rows.stop + 1]
         return np.diff(ends), slice(int(ends[0]), int(ends[-1]))
-    begin = ragged.offsets[rows]
-    lengths = ragged.offsets[rows + 1] - begin
-    before = np.cumsum(lengths) - lengths
-    return lengths, np.repeat(begin - before, lengths) + np.arange(int(lengths.sum()))
+    return ragged.places(rows)
 
 
 def _strings(

@@ -162,10 +162,10 @@ class Sized:
         shape, its = self.job.tensors.shape, graph.tensors.shape
         values = np.array(shape.values, np.int64)
         whole = np.flatnonzero(~(self.shards | self.counted))
-        lengths, where = _extents(its, self.tensors[whole])
+        lengths, where = its.places(self.tensors[whole])
         if not np.array_equal(lengths, shape.lengths[whole]):
             return np.full(len(values), NONE)
-        values[_extents(shape, whole)[1]] = its.values[where]
+        values[shape.places(whole)[1]] = its.values[where]
         values[shape.offsets[:-1][self.shards]] = -(-graph.tensors.numel[self.tensors[self.shards]] // ranks)
         return values
 
@@ -216,7 +216,7 @@ def at_rest(graph: Graph) -> Hashable:
     for side in (ops.inputs, ops.outputs):
         found[side.values[ops.phase[side.rows] == Phase.OPTIMIZER]] = True
     rows = np.flatnonzero(found)
-    lengths, where = _extents(tensors.shape, rows)
+    lengths, where = tensors.shape.places(rows)
     return graph.mesh, rows.tobytes(), lengths.tobytes(), tensors.shape.values[where].tobytes()
 
 
@@ -250,7 +250,7 @@ class Resizable:
         mine, its = job.tensors.shape, graph.tensors.shape
         same = (tensors != NONE) & (mine.lengths == its.lengths[tensors])
         rows = np.flatnonzero(same)
-        differ = mine.values[_extents(mine, rows)[1]] != its.values[_extents(its, tensors[rows])[1]]
+        differ = mine.values[mine.places(rows)[1]] != its.values[its.places(tensors[rows])[1]]
         same[rows[np.repeat(np.arange(len(rows)), mine.lengths[rows])[differ]]] = False
         kept_ops = ops != NONE
         for name in SIZES:
@@ -266,8 +266,8 @@ class Resizable:
         job, old = self.job, graph.ops
         rows = np.flatnonzero(self.tensors != NONE)
         values = np.array(job.tensors.shape.values, np.int64)
-        where = _extents(graph.tensors.shape, self.tensors[rows])[1]
-        values[_extents(job.tensors.shape, rows)[1]] = graph.tensors.shape.values[where]
+        where = graph.tensors.shape.places(self.tensors[rows])[1]
+        values[job.tensors.shape.places(rows)[1]] = graph.tensors.shape.values[where]
         tensors = replace(job.tensors, shape=Ragged(job.tensors.shape.offsets, values))
         sizes: dict[str, Any] = {
             name: np.where(self.ops != NONE, getattr(old, name)[self.ops], getattr(job.ops, name))
@@ -323,14 +323,6 @@ def _through_ports(job: JobGraph, tensors: Int64) -> Int64:
         if instances:
             found[row] = tensors[job.locate_tensor(instances[0].bindings[int(job.port_position[row])])[2]]
     return found
-
-
-def _extents(shape: Ragged, rows: Int64) -> tuple[Int64, Int64]:
-    """How many extents rows have, and where they stand."""
-    begin = shape.offsets[rows]
-    lengths = shape.offsets[rows + 1] - begin
-    before = np.cumsum(lengths) - lengths
-    return lengths, np.repeat(begin - before, lengths) + np.arange(int(lengths.sum()))
 
 
 def _first_bytes(ops: OpTable, nbytes: Int64) -> Int64:

@@ -165,6 +165,7 @@ def _check(file: str, data: Mapping[str, Any]) -> None:
             raise DataError(f"stack {file}: {key} needs a value and its source, and nothing else")
 
 
+@cache
 def _paths() -> dict[str, Traversable]:
     folder = files("echograph.models").joinpath("data/stacks")
     return {path.name.removesuffix(".toml"): path for path in folder.iterdir() if path.name.endswith(".toml")}

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from echograph.errors import SimulationError
-from echograph.ir.columns import NONE, Bools, Float32, Int64, UInt8
+from echograph.ir.columns import NONE, Bools, Float32, Int64, UInt8, equal_rows
 from echograph.ir.graph import Group, JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Source
 from echograph.simulator.clusters import Cluster, GroupPlacement
@@ -77,19 +77,19 @@ def durations(
     estimates: dict[int, CollectiveEstimate] = {}
     ask = estimate or (network or NetworkModel(cluster)).time
     communicates = np.isin(job.ops.kind, COMMUNICATIONS)
-    same: dict[tuple[int, ...], CollectiveEstimate] = {}
     runs = cache(lambda number: job.run_counts(number) > 0)
-    columns = job.ops.kind, job.ops.variant, job.ops.group, job.ops.nbytes
     rows = np.flatnonzero(communicates & ((picoseconds == NONE) | (estimate is not None)))
-    for row, *key in zip(rows.tolist(), *(column[rows].tolist() for column in columns), strict=True):
-        # Where a message goes depends on the program that runs it.
-        what = (*key, NONE if key[0] == OpKind.COLLECTIVE else row)
-        if what not in same:
-            same[what] = ask(kind_of(job, row), key[3], _first_ranks(job, row, runs))
-        found = estimates[row] = same[what]
-        if picoseconds[row] == NONE:
-            picoseconds[row], source[row], spread[row] = to_ps(found.seconds), Source.FITTED, found.spread
-            algorithm[row] = f"{found.algorithm}/{found.protocol}"
+    # Where a message goes depends on the program that runs it.
+    alone = np.where(job.ops.kind[rows] == OpKind.COLLECTIVE, NONE, rows)
+    columns = [alone, *(column[rows] for column in (job.ops.variant, job.ops.group, job.ops.nbytes))]
+    first, alike = equal_rows(np.stack(columns, axis=1).astype(np.int64))
+    for number, row in enumerate(rows[first].tolist()):
+        found = ask(kind_of(job, row), int(job.ops.nbytes[row]), _first_ranks(job, row, runs))
+        its = rows[alike == number]
+        estimates |= dict.fromkeys(its.tolist(), found)
+        new = its[picoseconds[its] == NONE]
+        picoseconds[new], source[new], spread[new] = to_ps(found.seconds), Source.FITTED, found.spread
+        algorithm |= dict.fromkeys(new.tolist(), f"{found.algorithm}/{found.protocol}")
     missing = np.flatnonzero(picoseconds == NONE)
     if len(missing):
         name = job.strings[job.ops.name[missing[0]]]

@@ -48,7 +48,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from math import ceil, inf, lcm, prod
 from typing import ClassVar
@@ -1224,14 +1224,23 @@ class ReplicasAlike:
         assert self.sized is not None
         before, now = self.job.tensors.numel, job.tensors.numel
         sums = zip(self.sized.in_buckets(before).tolist(), self.sized.in_buckets(now).tolist(), strict=True)
+        ranks = _ranks(self.job.mesh, self.axes), _ranks(job.mesh, self.axes)
+
+        @cache
+        def full(stage: int, first: bool, dtype: t.DType) -> tuple[float, float]:
+            like = Bucket(axes=self.axes, dtype=dtype)
+            old, new = (
+                its.limits(stage).of(like, each, first)
+                for its, each in zip((self.options, options), ranks, strict=True)
+            )
+            return old, new
+
         for bucket, (was, elements) in zip(self.buckets, sums, strict=True):
             dtype = t.DType(int(job.ops.dtype[bucket.row]))
-            like = Bucket(axes=self.axes, dtype=dtype)
-            old = self.options.limits(bucket.stage).of(like, _ranks(self.job.mesh, self.axes), bucket.first)
-            full = options.limits(bucket.stage).of(like, _ranks(job.mesh, self.axes), bucket.first)
-            if (dtype.nbytes(was) >= old) != (dtype.nbytes(elements) >= full):
+            old, new = full(bucket.stage, bucket.first, dtype)
+            if (dtype.nbytes(was) >= old) != (dtype.nbytes(elements) >= new):
                 return False
-            if dtype.nbytes(elements - int(now[bucket.last])) >= full:
+            if dtype.nbytes(elements - int(now[bucket.last])) >= new:
                 return False
         return True
 
