@@ -637,9 +637,10 @@ def copy_tensors(
         tensors: int64, for each of its tensors the new row, where one of these is an alias of it.
         roles: by new row, those of tensors that have others now.
     """
+    strings = _strings(builder, graph, graph.tensors, TENSOR_COLUMNS, rows)
     stored = {
         Holds.NUMBER: lambda values: values,
-        Holds.STRING: lambda values: _strings(builder, graph, graph.tensors, TENSOR_COLUMNS, rows)[values],
+        Holds.STRING: lambda values: strings[values],
         Holds.TENSOR: lambda values: np.where(values >= 0, tensors[values], values),
     }
     _copy(graph.tensors, TENSOR_COLUMNS, rows, builder._t, builder._t_ragged, stored)
@@ -665,9 +666,10 @@ def copy_ops(
         ops: int64, for each of its operations that these name the new row.
         attributes: by row, those of operations that have others now.
     """
+    strings = _strings(builder, graph, graph.ops, OP_COLUMNS, rows)
     stored = {
         Holds.NUMBER: lambda values: values,
-        Holds.STRING: lambda values: _strings(builder, graph, graph.ops, OP_COLUMNS, rows)[values],
+        Holds.STRING: lambda values: strings[values],
         Holds.TENSOR: lambda values: np.where(values >= 0, tensors[values], values),
         Holds.OP: lambda values: np.where(values >= 0, ops[values], values),
         Holds.ATTRIBUTES: lambda _: _attributes(builder, graph, rows, attributes),
