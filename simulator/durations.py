@@ -73,8 +73,6 @@ def durations(
     _use_imported(job, picoseconds, source, spread)
     still = job.ops.is_view | (job.ops.kind == OpKind.HOST)
     picoseconds[still & (picoseconds == NONE)] = 0
-    algorithm: dict[int, str] = {}
-    estimates: dict[int, CollectiveEstimate] = {}
     ask = estimate or (network or NetworkModel(cluster)).time
     communicates = np.isin(job.ops.kind, COMMUNICATIONS)
     runs = cache(lambda number: job.run_counts(number) > 0)
@@ -83,13 +81,18 @@ def durations(
     alone = np.where(job.ops.kind[rows] == OpKind.COLLECTIVE, NONE, rows)
     columns = [alone, *(column[rows] for column in (job.ops.variant, job.ops.group, job.ops.nbytes))]
     first, alike = equal_rows(np.stack(columns, axis=1).astype(np.int64))
-    for number, row in enumerate(rows[first].tolist()):
-        found = ask(kind_of(job, row), int(job.ops.nbytes[row]), _first_ranks(job, row, runs))
-        its = rows[alike == number]
-        estimates |= dict.fromkeys(its.tolist(), found)
-        new = its[picoseconds[its] == NONE]
-        picoseconds[new], source[new], spread[new] = to_ps(found.seconds), Source.FITTED, found.spread
-        algorithm |= dict.fromkeys(new.tolist(), f"{found.algorithm}/{found.protocol}")
+    found = [
+        ask(kind_of(job, row), int(job.ops.nbytes[row]), _first_ranks(job, row, runs))
+        for row in rows[first].tolist()
+    ]
+    estimates = dict(zip(rows.tolist(), map(found.__getitem__, alike.tolist()), strict=True))
+    new = picoseconds[rows] == NONE
+    timed, of = rows[new], alike[new]
+    picoseconds[timed] = np.array([to_ps(its.seconds) for its in found], np.int64)[of]
+    source[timed] = Source.FITTED
+    spread[timed] = np.array([its.spread for its in found], np.float32)[of]
+    said = [f"{its.algorithm}/{its.protocol}" for its in found]
+    algorithm = dict(zip(timed.tolist(), map(said.__getitem__, of.tolist()), strict=True))
     missing = np.flatnonzero(picoseconds == NONE)
     if len(missing):
         name = job.strings[job.ops.name[missing[0]]]

@@ -108,7 +108,7 @@ MessageTime = Callable[[int, int], int]
 """Picoseconds of a message, by its row of the operation table and its stage."""
 
 
-MOST_LAYOUTS = 256
+MOST_LAYOUTS = 512
 """So many layouts are kept, some hundred kilobytes each."""
 KnownLayouts = dict[Hashable, "_Layout | NotAlike"]
 """Layouts, or why there is none, by what they depend on."""

@@ -224,11 +224,11 @@ class Predictor:
             return known
         before = self._structures.get(like)
         if before is not None:
-            return _keep(self._stages, key, before.of_step(step))
+            return _keep(self._stages, key, before.of_step(step), MOST_STAGES)
         found = pipeline.alike(step)
         if found.sized is not None:
             _keep(self._structures, like, found)
-        return _keep(self._stages, key, found)
+        return _keep(self._stages, key, found, MOST_STAGES)
 
     def _replicated(
         self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None, like: Hashable,
@@ -294,15 +294,17 @@ def _like(step: StepGraph, pipeline: Pipeline) -> tuple[Hashable, str]:
     return structure(step), pass_text(replace(pipeline, micro_batches=count))
 
 
-MOST_KEPT = 256
-"""Graphs of one kind that a predictor keeps: some hundred kilobytes each."""
+MOST_KEPT = 512
+"""What passes made of structures that a predictor keeps: some hundred kilobytes each, and as many milliseconds."""
+MOST_STAGES = 64
+"""Stages of steps that it keeps, each of which takes a millisecond to make again."""
 _Key = TypeVar("_Key")
 Kept = TypeVar("Kept")
 
 
-def _keep(known: dict[_Key, Kept], key: _Key, value: Kept) -> Kept:
+def _keep(known: dict[_Key, Kept], key: _Key, value: Kept, most: int = MOST_KEPT) -> Kept:
     """Keeps a graph, in place of the one that was kept first where there are many."""
-    if len(known) >= MOST_KEPT:
+    if key not in known and len(known) >= most:
         del known[next(iter(known))]
     known[key] = value
     return value
