@@ -637,9 +637,10 @@ def copy_tensors(
         tensors: int64, for each of its tensors the new row, where one of these is an alias of it.
         roles: by new row, those of tensors that have others now.
     """
+    strings = _strings(builder, graph, graph.tensors, TENSOR_COLUMNS, rows)
     stored = {
         Holds.NUMBER: lambda values: values,
-        Holds.STRING: lambda values: _strings(builder, graph, graph.tensors, TENSOR_COLUMNS, rows)[values],
+        Holds.STRING: lambda values: strings[values],
         Holds.TENSOR: lambda values: np.where(values >= 0, tensors[values], values),
     }
     _copy(graph.tensors, TENSOR_COLUMNS, rows, builder._t, builder._t_ragged, stored)
@@ -665,9 +666,10 @@ def copy_ops(
         ops: int64, for each of its operations that these name the new row.
         attributes: by row, those of operations that have others now.
     """
+    strings = _strings(builder, graph, graph.ops, OP_COLUMNS, rows)
     stored = {
         Holds.NUMBER: lambda values: values,
-        Holds.STRING: lambda values: _strings(builder, graph, graph.ops, OP_COLUMNS, rows)[values],
+        Holds.STRING: lambda values: strings[values],
         Holds.TENSOR: lambda values: np.where(values >= 0, tensors[values], values),
         Holds.OP: lambda values: np.where(values >= 0, ops[values], values),
         Holds.ATTRIBUTES: lambda _: _attributes(builder, graph, rows, attributes),
@@ -708,10 +710,7 @@ def _places(ragged: Ragged, rows: Rows) -> tuple[Int64, Int64 | slice]:
     if isinstance(rows, range):
         ends = ragged.offsets[rows.start : rows.stop + 1]
         return np.diff(ends), slice(int(ends[0]), int(ends[-1]))
-    begin = ragged.offsets[rows]
-    lengths = ragged.offsets[rows + 1] - begin
-    before = np.cumsum(lengths) - lengths
-    return lengths, np.repeat(begin - before, lengths) + np.arange(int(lengths.sum()))
+    return ragged.places(rows)
 
 
 def _strings(

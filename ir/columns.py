@@ -62,6 +62,13 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def places(self, rows: Int64) -> tuple[Int64, Int64]:
+        """How many values each of some rows has, and where all of them stand, row by row."""
+        begin = self.offsets[rows]
+        lengths = self.offsets[rows + 1] - begin
+        before = np.cumsum(lengths) - lengths
+        return lengths, np.repeat(begin - before, lengths) + np.arange(int(lengths.sum()))
+
     @property
     def lengths(self) -> Int64:
         """Length of every row."""
@@ -148,7 +155,7 @@ class EqualRows(NamedTuple):
     """Rows by what they are equal in, as `numpy.unique` has them.
 
     Attributes:
-        first: int64 [values], the first row of each value, by ascending value.
+        first: int64 [values], the first row of each value, by that value; of several columns, ascending.
         of: int64 [rows], the number of each row's value.
     """
 
@@ -156,23 +163,64 @@ class EqualRows(NamedTuple):
     of: Int64
 
 
-def equal_rows(values: Int64) -> EqualRows:
+def equal_rows(values: Int64, *ragged: Ragged) -> EqualRows:
     """Finds rows that have the same value.
 
     Args:
-        values: int64 [rows], or [rows, columns] where all of a row is its value, in any order.
+        values: int64 [rows], or [rows, columns] where all of a row is its value.
+        ragged: of several columns: what else is of a row's value.
     """
     if values.ndim > 1:
-        # Rows of which few are equal may be long.
-        whole = np.dtype((np.void, values.itemsize * values.shape[1]))
-        _, *found = np.unique(np.ascontiguousarray(values).view(whole), return_index=True, return_inverse=True)
-        return EqualRows(found[0], found[1].ravel())
+        return _equal_records(values, ragged)
     order = ascending(values)
     new = np.diff(values[order], prepend=0) != 0
     new[:1] = True
     of = np.empty(len(values), np.int64)
     of[order] = np.cumsum(new) - 1
     return EqualRows(order[new], of)
+
+
+_FACTOR = 0x5851F42D4C957F2D
+"""Of the polynomials that rows are hashed by: the multiplier of Knuth's generator MMIX."""
+
+
+def _equal_records(values: Int64, ragged: Sequence[Ragged]) -> EqualRows:
+    """Rows of several columns that are equal: those whose hashes are, which are compared then."""
+    hashes = _polynomials(np.arange(values.shape[1]), values).sum(axis=1)
+    for its in ragged:
+        terms = _polynomials(np.arange(len(its.values)) - its.offsets[its.rows], its.values)
+        until = np.append(0, np.cumsum(terms))
+        hashes = (hashes * _FACTOR + until[its.offsets[1:]] - until[its.offsets[:-1]]) * _FACTOR + its.lengths
+    first, of = equal_rows(hashes)
+    if not _same(values, ragged, first[of]):
+        # Two rows that differ have one hash: rows as they are.
+        numbers: dict[object, int] = {}
+        rows = zip(values, *ragged, strict=True)
+        of = np.array(
+            [numbers.setdefault(tuple(x.tobytes() for x in row), len(numbers)) for row in rows], np.int64
+        )
+        return equal_rows(of)
+    order = np.argsort(first)
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return EqualRows(first[order], place[of])
+
+
+def _polynomials(powers: Int64, values: npt.NDArray[Any]) -> Int64:
+    """Values, each by a power of the factor; what 64 bits do not hold is cut off."""
+    factors = np.cumprod(np.full(int(powers.max(initial=0)) + 1, _FACTOR, np.int64))
+    return np.asarray((values.astype(np.int64) + 1) * factors[powers], np.int64)
+
+
+def _same(values: Int64, ragged: Sequence[Ragged], others: Int64) -> bool:
+    """Whether all rows equal the others that they are said to equal."""
+    if not np.array_equal(values, values[others]):
+        return False
+    for its in ragged:
+        lengths, where = its.places(others)
+        if not (np.array_equal(lengths, its.lengths) and np.array_equal(its.values[where], its.values)):
+            return False
+    return True
 
 
 def _freeze(table: DataclassInstance) -> None:

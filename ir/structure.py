@@ -2,21 +2,22 @@
 
 A pass that decides by what operations are, and by what they read and make, does the same to every graph of one
 structure: another micro-batch or another number of tensor-parallel ranks changes extents, bytes and FLOPs alone.
-So its result is kept as a `Sized`, which knows of each row where its sizes come from. A pass that looks at the
-sizes of what lives through the step, as to divide it, does the same to every graph in which these are equal
+So its result is kept as a `Sized`, which knows of each row where its sizes come from. Where sizes of what lives
+through the step decide more than can be asked again, a pass does the same to every graph in which these are equal
 (`at_rest`), whatever its activations: its result is kept as a `Resizable`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from echograph.ir.columns import NONE, OP_COLUMNS, TENSOR_COLUMNS, Bools, Int64, OpTable, Ragged
-from echograph.ir.graph import Graph, JobGraph, kept
+from echograph.ir.graph import Axis, Graph, JobGraph, kept
 from echograph.ir.types import Attributes, DType, MultiTensor, Phase, TensorRole
 
 SIZES = ("flops", "bytes_read", "bytes_written", "nbytes")
@@ -74,6 +75,152 @@ def _structural(column: object, lengths_alone: bool) -> Hashable:
     return np.asarray(column).tobytes()
 
 
+FLAT = -2
+"""Of a shard that is a part of all elements, in one dimension, in place of the dimension that is cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """The tensors of a job that are shards, and of what.
+
+    Attributes:
+        axes: sets of axes over whose ranks something is divided.
+        over: int64, of each tensor the number of its axes among these; -1 of one that is no shard.
+        dim: int64, of each shard the dimension that is cut, or `FLAT`.
+    """
+
+    axes: tuple[tuple[str, ...], ...]
+    over: Int64
+    dim: Int64
+
+    @classmethod
+    def of(cls, count: int, shards: Mapping[int, DividedOver]) -> Shards:
+        """Those of so many tensors, of which some rows are shards."""
+        axes = {its: number for number, its in enumerate(dict.fromkeys(its for its, _ in shards.values()))}
+        over, dim = np.full((2, count), NONE)
+        over[list(shards)] = [axes[its] for its, _ in shards.values()]
+        dim[list(shards)] = [its for _, its in shards.values()]
+        return cls(axes=tuple(axes), over=over, dim=dim)
+
+
+DividedOver = tuple[tuple[str, ...], int]
+"""Axes over whose ranks a tensor is divided, and the dimension that is cut, or `FLAT`."""
+
+
+class Amount(NamedTuple):
+    """Bytes that an operation which a pass added reads, writes or sends, by the tensors of the graph.
+
+    Attributes:
+        row: of the operation.
+        column: one of `SIZES`.
+        tensors: rows of the graph's tensors.
+        axes: over whose ranks they are divided; () for whole ones.
+        dims: of each tensor, the dimension that is cut into equal parts, which fills it up; () for none.
+        fill: elements of all together are filled up to a multiple of so many and of the ranks; 0: they are not.
+        dtype: of the elements; None: each tensor's own.
+        part: whether it is one rank's part.
+        times: how many times.
+    """
+
+    row: int
+    column: str
+    tensors: tuple[int, ...]
+    axes: tuple[str, ...] = ()
+    dims: tuple[int, ...] = ()
+    fill: int = 0
+    dtype: DType | None = None
+    part: bool = False
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amounts:
+    """Amounts as columns.
+
+    Attributes:
+        axes: sets of axes.
+        row: int64.
+        column: int64, numbers of `SIZES`.
+        over: int64, numbers of the axes.
+        fill: int64.
+        bits: int64, of an element; 0: each tensor's own.
+        part: bool.
+        times: int64.
+        tensors: of each amount.
+        dim: int64, of each of these tensors; -1 for none.
+    """
+
+    axes: tuple[tuple[str, ...], ...]
+    row: Int64
+    column: Int64
+    over: Int64
+    fill: Int64
+    bits: Int64
+    part: Bools
+    times: Int64
+    tensors: Ragged
+    dim: Int64
+
+    @classmethod
+    def of(cls, amounts: Sequence[Amount]) -> Amounts:
+        """The columns."""
+        axes = {its: number for number, its in enumerate(dict.fromkeys(each.axes for each in amounts))}
+        whole = [(*each.dims, *[NONE] * (len(each.tensors) - len(each.dims))) for each in amounts]
+        rows = [
+            (
+                x.row,
+                SIZES.index(x.column),
+                axes[x.axes],
+                x.fill,
+                x.dtype.bits if x.dtype is not None else 0,
+                x.times,
+            )
+            for x in amounts
+        ]
+        columns = np.array(rows, np.int64).reshape(-1, 6).T
+        return cls(
+            axes=tuple(axes), row=columns[0], column=columns[1], over=columns[2], fill=columns[3], bits=columns[4],
+            part=np.array([each.part for each in amounts], np.bool_), times=columns[5],
+            tensors=Ragged(
+                np.cumsum([0, *(len(each.tensors) for each in amounts)]),
+                np.array([row for each in amounts for row in each.tensors], np.int64),
+            ),
+            dim=np.array([dim for its in whole for dim in its], np.int64),
+        )  # fmt: skip
+
+    def elements(self, graph: Graph) -> Int64:
+        """Elements of all tensors of each, nothing filled up."""
+        return _sums(self.tensors, graph.tensors.numel[self.tensors.values])
+
+    def nbytes(self, graph: Graph, mesh: Sequence[Axis]) -> Int64:
+        """Bytes of each."""
+        rows, tensors = self.tensors.values, graph.tensors
+        ranks = ranks_of(self.axes, mesh)[self.over]
+        numel = tensors.numel[rows]
+        cut = np.flatnonzero(self.dim != NONE)
+        extent = tensors.shape.values[tensors.shape.offsets[rows[cut]] + self.dim[cut]]
+        among = ranks[self.tensors.rows[cut]]
+        numel[cut] = numel[cut] // np.maximum(extent, 1) * (-(-extent // among) * among)
+        bits = self.bits[self.tensors.rows]
+        each = -(-numel * np.where(bits == 0, _BITS[tensors.dtype[rows]], bits) // 8)
+        step = np.lcm(np.maximum(self.fill, 1), ranks)
+        filled = -(-_sums(self.tensors, numel) // step) * step
+        found = np.where(self.fill > 0, -(-filled * self.bits // 8), _sums(self.tensors, each))
+        return np.asarray(self.times * np.where(self.part, found // ranks, found), np.int64)
+
+
+def ranks_of(axes: Sequence[tuple[str, ...]], mesh: Sequence[Axis]) -> Int64:
+    """Ranks along sets of axes of a mesh."""
+    sizes = {axis.name: axis.size for axis in mesh}
+    return np.array([prod(sizes[name] for name in its) for its in axes], np.int64)
+
+
+def _sums(of: Ragged, values: Int64) -> Int64:
+    """The sum of the values of each row, given one by one."""
+    before = np.append(0, np.cumsum(values))
+    return np.asarray(before[of.offsets[1:]] - before[of.offsets[:-1]], np.int64)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sized:
     """A job that passes made of a graph, and where its sizes come from. "Its" are those of that graph.
@@ -81,30 +228,29 @@ class Sized:
     Attributes:
         job: the job.
         tensors: int64, for each of the job's tensors its one whose shape it has.
-        counted: bool, those whose shape says how many tensors there are, whatever their sizes.
-        shards: bool, those that are a rank's part of its elements, in one dimension.
+        counted: bool, those that have shapes of their own: tokens, and what says how many tensors there are.
+        shards: those that are a rank's part.
         ops: int64, for each of the job's operations its one whose sizes it has; -1 for what was added.
         shared: bool, those that do as much less as their tensors have fewer elements.
         times: by column of sizes, int64: of what was added, how many times its first tensor's bytes it has.
-        buckets: int64, rows of collectives over all elements that they make, or else read, filled up.
+        amounts: sizes of what was added of which more is known.
         attributes: for each of the job's attributes, its ones that they are; -1 if changed.
     """
 
     job: JobGraph
     tensors: Int64
     counted: Bools
-    shards: Bools
+    shards: Shards
     ops: Int64
     shared: Bools
     times: dict[str, Int64]
-    buckets: Int64
+    amounts: Amounts
     attributes: Int64
 
     @classmethod
     def of(
         cls, graph: Graph, job: JobGraph, tensors: Int64, ops: Int64, *, counted: Bools | None = None,
-        shards: Bools | None = None, shared: Bools | None = None, buckets: Int64 | None = None, ranks: int = 1,
-        filled: int = 1,
+        shards: Shards | None = None, shared: Bools | None = None, amounts: Sequence[Amount] = (),
     ) -> Sized | None:  # fmt: skip
         """What passes made of a graph; None where it is not known of every size where it comes from.
 
@@ -116,9 +262,7 @@ class Sized:
             counted: as the attribute; None: there are none.
             shards: the same.
             shared: the same.
-            buckets: the same.
-            ranks: as of `of_graph`.
-            filled: the same.
+            amounts: the same.
         """
         counted = np.zeros(len(job.tensors), np.bool_) if counted is None else counted
         tensors = np.where(counted, NONE, _through_ports(job, tensors))
@@ -132,62 +276,70 @@ class Sized:
         attributes, still = _attributes_of(graph, job, ops), _of_counted(job, counted)
         if attributes is None or len(job.ops.duration.values):  # which are of these sizes
             return None
+        known = Amounts.of(amounts)
+        times = {name: np.where(same | still, 0, getattr(job.ops, name) // nbytes) for name in SIZES}
+        for number, name in enumerate(SIZES):
+            times[name][known.row[known.column == number]] = 0
+        if any((its > MOST_TIMES).any() for its in times.values()):
+            return None
         found = cls(
             job=job,
             tensors=tensors,
             counted=counted,
-            shards=np.zeros(len(job.tensors), np.bool_) if shards is None else shards,
+            shards=Shards.of(len(job.tensors), {}) if shards is None else shards,
             ops=ops,
             shared=shared & same,
-            times={name: np.where(same | still, 0, getattr(job.ops, name) // nbytes) for name in SIZES},
-            buckets=np.zeros(0, np.int64) if buckets is None else buckets,
+            times=times,
+            amounts=known,
             attributes=attributes,
         )
-        return found if found._says(graph, ranks, filled) else None
+        return found if found._says(graph) else None
 
-    def _says(self, graph: Graph, ranks: int, filled: int) -> bool:
+    def _says(self, graph: Graph) -> bool:
         """Whether it makes of its own graph the job that it was made of."""
-        for name, times in self.times.items():
-            added = np.delete(times, self.buckets) if name == "nbytes" else times
-            if (added > MOST_TIMES).any():
-                return False
         job = self.job
-        if (self.tensors_of(graph, ranks) != job.tensors.shape.values).any():
+        if not np.array_equal(self.tensors_of(graph, job.mesh), job.tensors.shape.values):
             return False
-        mine = self.of_graph(graph, ranks=ranks, filled=filled).ops
+        mine = self.of_graph(graph, job.mesh).ops
         return all(np.array_equal(getattr(mine, name), getattr(job.ops, name)) for name in SIZES)
 
-    def tensors_of(self, graph: Graph, ranks: int) -> Int64:
+    def tensors_of(self, graph: Graph, mesh: Sequence[Axis]) -> Int64:
         """The extents of all tensors of the job."""
-        shape, its = self.job.tensors.shape, graph.tensors.shape
+        shape, its, shards = self.job.tensors.shape, graph.tensors.shape, self.shards
         values = np.array(shape.values, np.int64)
-        whole = np.flatnonzero(~(self.shards | self.counted))
-        lengths, where = _extents(its, self.tensors[whole])
+        flat = (shards.over != NONE) & (shards.dim == FLAT)
+        whole = np.flatnonzero(~(flat | self.counted))
+        lengths, where = its.places(self.tensors[whole])
         if not np.array_equal(lengths, shape.lengths[whole]):
             return np.full(len(values), NONE)
-        values[_extents(shape, whole)[1]] = its.values[where]
-        values[shape.offsets[:-1][self.shards]] = -(-graph.tensors.numel[self.tensors[self.shards]] // ranks)
+        values[shape.places(whole)[1]] = its.values[where]
+        ranks = ranks_of(shards.axes, mesh)
+        parts = np.flatnonzero(flat)
+        values[shape.offsets[parts]] = -(-graph.tensors.numel[self.tensors[parts]] // ranks[shards.over[parts]])
+        cut = np.flatnonzero((shards.over != NONE) & ~flat)
+        at = shape.offsets[cut] + shards.dim[cut]
+        values[at] = -(-values[at] // ranks[shards.over[cut]])
         return values
 
-    def of_graph(self, graph: Graph, *, ranks: int = 1, filled: int = 1) -> JobGraph:
+    def of_graph(self, graph: Graph, mesh: tuple[Axis, ...] = ()) -> JobGraph:
         """The job that the passes make of another graph of the same structure.
 
         Args:
             graph: the graph.
-            ranks: that have a part of what is divided.
-            filled: of what collectives are filled up to a multiple: elements.
+            mesh: of the job; (): its own, with the graph's axes.
         """
         job, old = self.job, graph.ops
-        shape = Ragged(job.tensors.shape.offsets, self.tensors_of(graph, ranks))
+        axes = {axis.name: axis for axis in graph.mesh}
+        mesh = mesh or tuple(axes.get(axis.name, axis) for axis in job.mesh)
+        shape = Ragged(job.tensors.shape.offsets, self.tensors_of(graph, mesh))
         tensors = replace(job.tensors, shape=shape)
-        numel = tensors.numel
         nbytes, copied = _first_bytes(job.ops, tensors.nbytes), self.ops != NONE
         sizes: dict[str, Any] = {
             name: np.where(copied, getattr(old, name)[self.ops], times * nbytes)
             for name, times in self.times.items()
         }
         if self.shared.any():
-            mine = _elements(job.ops, numel)[self.shared]
+            mine = _elements(job.ops, tensors.numel)[self.shared]
             its = _elements(job.ops, graph.tensors.numel[self.tensors])[self.shared]
             share = mine / np.maximum(its, 1)
             for column in sizes.values():
@@ -195,17 +347,12 @@ class Sized:
         still = _of_counted(job, self.counted)
         for name, column in sizes.items():
             column[still] = getattr(job.ops, name)[still]
-        elements = -(-self.in_buckets(numel) // filled) * filled
-        sizes["nbytes"][self.buckets] = elements * _BITS[job.ops.dtype[self.buckets]] // 8
+        amounts = self.amounts.nbytes(graph, mesh)
+        for number, column in enumerate(sizes.values()):
+            its = self.amounts.column == number
+            column[self.amounts.row[its]] = amounts[its]
         ops = replace(job.ops, attribute_values=_attributes_from(job, graph, self.attributes), **sizes)
-        axes = {axis.name: axis for axis in graph.mesh}
-        mesh = tuple(axes.get(axis.name, axis) for axis in job.mesh)
         return replace(job, tensors=tensors, ops=ops, workload=graph.workload, mesh=mesh, passes=graph.passes)
-
-    def in_buckets(self, numel: Int64) -> Int64:
-        """Elements of each bucket, not filled up, of tensors of so many."""
-        made, read = _summed(self.job.ops.outputs, numel), _summed(self.job.ops.inputs, numel)
-        return np.where(self.job.ops.outputs.lengths > 0, made, read)[self.buckets]
 
 
 @kept
@@ -216,7 +363,7 @@ def at_rest(graph: Graph) -> Hashable:
     for side in (ops.inputs, ops.outputs):
         found[side.values[ops.phase[side.rows] == Phase.OPTIMIZER]] = True
     rows = np.flatnonzero(found)
-    lengths, where = _extents(tensors.shape, rows)
+    lengths, where = tensors.shape.places(rows)
     return graph.mesh, rows.tobytes(), lengths.tobytes(), tensors.shape.values[where].tobytes()
 
 
@@ -250,7 +397,7 @@ class Resizable:
         mine, its = job.tensors.shape, graph.tensors.shape
         same = (tensors != NONE) & (mine.lengths == its.lengths[tensors])
         rows = np.flatnonzero(same)
-        differ = mine.values[_extents(mine, rows)[1]] != its.values[_extents(its, tensors[rows])[1]]
+        differ = mine.values[mine.places(rows)[1]] != its.values[its.places(tensors[rows])[1]]
         same[rows[np.repeat(np.arange(len(rows)), mine.lengths[rows])[differ]]] = False
         kept_ops = ops != NONE
         for name in SIZES:
@@ -266,8 +413,8 @@ class Resizable:
         job, old = self.job, graph.ops
         rows = np.flatnonzero(self.tensors != NONE)
         values = np.array(job.tensors.shape.values, np.int64)
-        where = _extents(graph.tensors.shape, self.tensors[rows])[1]
-        values[_extents(job.tensors.shape, rows)[1]] = graph.tensors.shape.values[where]
+        where = graph.tensors.shape.places(self.tensors[rows])[1]
+        values[job.tensors.shape.places(rows)[1]] = graph.tensors.shape.values[where]
         tensors = replace(job.tensors, shape=Ragged(job.tensors.shape.offsets, values))
         sizes: dict[str, Any] = {
             name: np.where(self.ops != NONE, getattr(old, name)[self.ops], getattr(job.ops, name))
@@ -303,15 +450,9 @@ def _of_counted(job: JobGraph, counted: Bools) -> Bools:
     return found
 
 
-def _summed(side: Ragged, numel: Int64) -> Int64:
-    """Elements of all tensors of each row."""
-    before = np.append(0, np.cumsum(numel[side.values]))
-    return np.asarray(before[side.offsets[1:]] - before[side.offsets[:-1]], np.int64)
-
-
 def _elements(ops: OpTable, numel: Int64) -> Int64:
     """Elements that each operation reads and makes."""
-    return _summed(ops.inputs, numel) + _summed(ops.outputs, numel)
+    return _sums(ops.inputs, numel[ops.inputs.values]) + _sums(ops.outputs, numel[ops.outputs.values])
 
 
 def _through_ports(job: JobGraph, tensors: Int64) -> Int64:
@@ -323,14 +464,6 @@ def _through_ports(job: JobGraph, tensors: Int64) -> Int64:
         if instances:
             found[row] = tensors[job.locate_tensor(instances[0].bindings[int(job.port_position[row])])[2]]
     return found
-
-
-def _extents(shape: Ragged, rows: Int64) -> tuple[Int64, Int64]:
-    """How many extents rows have, and where they stand."""
-    begin = shape.offsets[rows]
-    lengths = shape.offsets[rows + 1] - begin
-    before = np.cumsum(lengths) - lengths
-    return lengths, np.repeat(begin - before, lengths) + np.arange(int(lengths.sum()))
 
 
 def _first_bytes(ops: OpTable, nbytes: Int64) -> Int64:

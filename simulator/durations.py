@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from echograph.errors import SimulationError
-from echograph.ir.columns import NONE, Bools, Float32, Int64, UInt8
+from echograph.ir.columns import NONE, Bools, Float32, Int64, UInt8, equal_rows
 from echograph.ir.graph import Group, JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Source
 from echograph.simulator.clusters import Cluster, GroupPlacement
@@ -73,23 +73,26 @@ def durations(
     _use_imported(job, picoseconds, source, spread)
     still = job.ops.is_view | (job.ops.kind == OpKind.HOST)
     picoseconds[still & (picoseconds == NONE)] = 0
-    algorithm: dict[int, str] = {}
-    estimates: dict[int, CollectiveEstimate] = {}
     ask = estimate or (network or NetworkModel(cluster)).time
     communicates = np.isin(job.ops.kind, COMMUNICATIONS)
-    same: dict[tuple[int, ...], CollectiveEstimate] = {}
     runs = cache(lambda number: job.run_counts(number) > 0)
-    columns = job.ops.kind, job.ops.variant, job.ops.group, job.ops.nbytes
     rows = np.flatnonzero(communicates & ((picoseconds == NONE) | (estimate is not None)))
-    for row, *key in zip(rows.tolist(), *(column[rows].tolist() for column in columns), strict=True):
-        # Where a message goes depends on the program that runs it.
-        what = (*key, NONE if key[0] == OpKind.COLLECTIVE else row)
-        if what not in same:
-            same[what] = ask(kind_of(job, row), key[3], _first_ranks(job, row, runs))
-        found = estimates[row] = same[what]
-        if picoseconds[row] == NONE:
-            picoseconds[row], source[row], spread[row] = to_ps(found.seconds), Source.FITTED, found.spread
-            algorithm[row] = f"{found.algorithm}/{found.protocol}"
+    # Where a message goes depends on the program that runs it.
+    alone = np.where(job.ops.kind[rows] == OpKind.COLLECTIVE, NONE, rows)
+    columns = [alone, *(column[rows] for column in (job.ops.variant, job.ops.group, job.ops.nbytes))]
+    first, alike = equal_rows(np.stack(columns, axis=1).astype(np.int64))
+    found = [
+        ask(kind_of(job, row), int(job.ops.nbytes[row]), _first_ranks(job, row, runs))
+        for row in rows[first].tolist()
+    ]
+    estimates = dict(zip(rows.tolist(), map(found.__getitem__, alike.tolist()), strict=True))
+    new = picoseconds[rows] == NONE
+    timed, of = rows[new], alike[new]
+    picoseconds[timed] = np.array([to_ps(its.seconds) for its in found], np.int64)[of]
+    source[timed] = Source.FITTED
+    spread[timed] = np.array([its.spread for its in found], np.float32)[of]
+    said = [f"{its.algorithm}/{its.protocol}" for its in found]
+    algorithm = dict(zip(timed.tolist(), map(said.__getitem__, of.tolist()), strict=True))
     missing = np.flatnonzero(picoseconds == NONE)
     if len(missing):
         name = job.strings[job.ops.name[missing[0]]]

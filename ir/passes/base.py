@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from enum import Enum
+from functools import cache
 from importlib import import_module
 from math import isfinite
 from types import NoneType, UnionType
@@ -120,13 +121,13 @@ def run(
 
 def split_at_job(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
     """The passes that leave a step a step, and those from the first on that makes a job of it."""
-    jobs = [at for at, one in enumerate(passes) if _levels(one, "return") == {JobGraph}]
+    jobs = [at for at, one in enumerate(passes) if _levels(type(one), "return") == {JobGraph}]
     first = jobs[0] if jobs else len(passes)
     return tuple(passes[:first]), tuple(passes[first:])
 
 
 def _check_level(one: Pass, graph: Graph) -> None:
-    takes = _levels(one, "graph")
+    takes = _levels(type(one), "graph")
     if type(graph) in takes:
         return
     where = (
@@ -134,14 +135,17 @@ def _check_level(one: Pass, graph: Graph) -> None:
         if takes == {StepGraph}
         else "put pipeline, data_parallel or fully_shard before it"
     )
-    raise PlanError(f"pass {one.name}: takes {_LEVELS[takes.pop()]}, and has {_LEVELS[type(graph)]} here: {where}")
+    raise PlanError(
+        f"pass {one.name}: takes {_LEVELS[next(iter(takes))]}, and has {_LEVELS[type(graph)]} here: {where}"
+    )
 
 
-def _levels(one: Pass, what: str) -> set[type[Graph]]:
+@cache
+def _levels(kind: type[Pass], what: str) -> frozenset[type[Graph]]:
     """The kinds of graph that a pass says it takes ("graph") or leaves ("return"); both where it does not say."""
-    hint = get_type_hints(type(one).__call__).get(what, Graph)
+    hint = get_type_hints(kind.__call__).get(what, Graph)
     kinds = get_args(hint) or (hint.__bound__ if isinstance(hint, TypeVar) else hint,)
-    return {level for level in _LEVELS if any(issubclass(level, kind) for kind in kinds)}
+    return frozenset(level for level in _LEVELS if any(issubclass(level, kind) for kind in kinds))
 
 
 _NAME = re.compile(r"[\w.]+(?::[\w.]+)?")

@@ -46,12 +46,12 @@ bound by both.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from math import ceil, inf, lcm, prod
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -89,7 +89,7 @@ from echograph.ir.passes.rewrite import (
     empty_copy,
     in_micro_batch,
 )
-from echograph.ir.structure import Resizable, Sized
+from echograph.ir.structure import FLAT, Amount, DividedOver, Resizable, Shards, Sized, at_rest
 
 _ROLES = {int(role): role for role in t.TensorRole}
 PERSISTENT = (t.TensorRole.PARAMETER, t.TensorRole.GRADIENT, t.TensorRole.OPTIMIZER_STATE)
@@ -212,10 +212,14 @@ class Written:
             (name, unit) for a token of the pass.
         tensor_rows: its rows of the new tensor table.
         op_rows: its rows of the new operation table.
+        amounts: sizes of what was added to it.
+        tokens: the new rows of tokens.
     """
 
     tensors: dict[tuple[int, t.Phase], int] = field(default_factory=dict)
     ports: list[tuple[int, Meaning]] = field(default_factory=list)
+    amounts: list[Amount] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     tensor_rows: range = range(0)
     op_rows: range = range(0)
 
@@ -496,6 +500,7 @@ class ShardedBlock:
             bytes_per_rank=tensor.nbytes, dtype=tensor.dtype, payload=t.Payload.OTHER, asynchronous=True,
             phase=op.phase, stream=stream, inputs=(self.use(index, SHARDED),), deps=(made,),
         )  # fmt: skip
+        self.written.amounts.append(Amount(reduce, "nbytes", (index,)))
         builder.compute(f"{'+'.join(axes)}.wait", phase=op.phase, deps=(reduce,))
 
     def _share(self, op: t.Op) -> float:
@@ -577,6 +582,28 @@ class ShardedGraph:
         for old, rows in self.ops.items():
             ops[rows.start] = old
         return tensors, ops
+
+    @property
+    def amounts(self) -> list[Amount]:
+        """Sizes of what was added to its blocks."""
+        return [amount for made in self.blocks for amount in made.amounts]
+
+    def shards(self, division: Division, dims: Mapping[int, int] | None = None) -> dict[int, DividedOver]:
+        """The new rows that are shards of old ones.
+
+        Args:
+            division: how tensors are divided.
+            dims: of each that is, the dimension that is cut; None: their elements are.
+        """
+        if division.none:
+            return {}
+        rows = [
+            (row, old) for made in self.blocks for (old, phase), row in made.tensors.items() if phase == SHARDED
+        ]
+        cut = ((row, old) for row, old in rows if division.cut(old))
+        return {
+            row: (division.axes(self.graph.tensor(old)), FLAT if dims is None else dims[old]) for row, old in cut
+        }
 
     def bind(self, token: Callable[[int, int, str, int], Address] | None = None) -> None:
         """Adds all instances.
@@ -712,19 +739,23 @@ class _Reduction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilledBucket:
-    """The collective of a bucket.
+    """What a bucket was filled with.
 
     Attributes:
-        row: of the operation.
         stage: of its program.
-        last: the tensor that was put in last.
         first: whether it is the first bucket.
+        axes: along which its ranks lie.
+        dtype: of its elements.
+        full: whether it closed because it was.
+        tensors: rows of the graph's tensors, that which was put in last behind the others.
     """
 
-    row: int
     stage: int
-    last: int
     first: bool
+    axes: tuple[str, ...]
+    dtype: t.DType
+    full: bool
+    tensors: tuple[int, ...]
 
 
 class ProgramWriter:
@@ -753,6 +784,7 @@ class ProgramWriter:
         self.bindings: list[int] = []
         self.like: dict[int, tuple[int, bool]] = {}
         self.buckets: list[FilledBucket] = []
+        self.amounts: list[Amount] = []
         self._shards: dict[int, t.Tensor] = {}
         self._adding: dict[int, bool] = {}
         self.added: dict[ProgramPoint, list[tuple[int, list[int]]]] = {}
@@ -986,13 +1018,34 @@ class ProgramWriter:
         kind = t.CollectiveKind.REDUCE_SCATTER if scatter else t.CollectiveKind.ALL_REDUCE
         within = self._within(bucket) if scatter else bucket.axes
         nbytes = bucket.nbytes(self.division.ranks(within) if options.zero else 1)
-        at = self.builder.op_count()
-        self.buckets.append(FilledBucket(row=at, stage=self.stage, last=held[-1], first=number == 0))
+        self._filled(bucket, bucket.tensors, number == 0)
         ops.append(self._collective(f"bucket_{number}", kind, within, bucket, nbytes, held, ops))
+        self._is(ops[-1], bucket, "nbytes", part=False)
         if across := [axis for axis in bucket.axes if axis not in within]:
             # Groups that divide the optimizer each for itself: their shards are added up.
             nbytes, kind = self._shard_bytes(bucket), t.CollectiveKind.ALL_REDUCE
             ops.append(self._collective(f"shards_{number}", kind, across, bucket, nbytes, held, ops[-1:]))
+            self._is(ops[-1], bucket, "nbytes")
+
+    def _filled(self, bucket: Bucket, tensors: Iterable[tuple[int, t.Tensor]], first: bool) -> None:
+        """Notes what a bucket was filled with, in this order."""
+        rows = tuple(tensor.id for _, tensor in tensors)
+        full = bucket.nbytes() >= self._limits().of(bucket, self.division.ranks(bucket.axes), first)
+        self.buckets.append(
+            FilledBucket(
+                stage=self.stage, first=first, axes=bucket.axes, dtype=bucket.dtype, full=full, tensors=rows
+            )
+        )  # fmt: skip
+
+    def _is(self, row: int, bucket: Bucket, *columns: str, part: bool = True, times: int = 1) -> None:
+        """Notes that sizes of an operation are a bucket's, or this rank's part of it."""
+        axes = self._within(bucket) if self.options.zero else ()
+        fill = _ALIGNED if self.division.ranks(axes) > 1 else 1
+        rows = tuple(tensor.id for _, tensor in bucket.tensors)
+        self.amounts += (
+            Amount(row, column, rows, axes=axes, fill=fill, dtype=bucket.dtype, part=part, times=times)
+            for column in columns
+        )
 
     def _collective(
         self, name: str, kind: t.CollectiveKind, axes: Sequence[str], bucket: Bucket, nbytes: int, held: list[int],
@@ -1018,6 +1071,7 @@ class ProgramWriter:
         for reduction in reductions if self.options.zero else ():
             shards = self._ports(reduction.bucket.tensors, SHARDED)
             ops.append(self._copy("keep_shard", (*reduction.held, *shards), self._shard_bytes(reduction.bucket)))
+            self._is(ops[-1], reduction.bucket, "bytes_read", "bytes_written")
         if not self.options.zero:
             copies = [(copy,) for reduction in reductions for copy in reduction.held]
             nbytes = [tensor.nbytes for reduction in reductions for _, tensor in reduction.bucket.tensors]
@@ -1041,6 +1095,8 @@ class ProgramWriter:
                     bytes_written=nbytes,
                 )
             )  # fmt: skip
+            self._is(ops[-1], reduction.bucket, "bytes_read", times=2)
+            self._is(ops[-1], reduction.bucket, "bytes_written")
         return ops
 
     def _shard_bytes(self, bucket: Bucket) -> int:
@@ -1118,7 +1174,8 @@ class ProgramWriter:
         self._note(whole, bucket.tensors)
         within = self._within(bucket)
         group, stream = axes_group(builder, within)
-        self.buckets.append(FilledBucket(row=builder.op_count(), stage=self.stage, last=whole[0], first=False))
+        self._filled(bucket, reversed(bucket.tensors), first=False)
+        self._is(builder.op_count(), bucket, "nbytes", part=False)
         return builder.collective(
             "zero.all_gather", t.CollectiveKind.ALL_GATHER, group=group,
             bytes_per_rank=bucket.nbytes(self.division.ranks(within)), dtype=bucket.dtype,
@@ -1184,56 +1241,60 @@ MAX_REPLICAS = 10_000_000
 MAX_MICRO_BATCHES = 65_536
 
 
+class ReplicatingPass(Protocol):
+    """A pass that spreads a graph over data-parallel ranks."""
+
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def micro_batches(self) -> int: ...
+
+    def data_mesh(self, mesh: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """The mesh of the job of a graph with this one."""
+        ...
+
+    def does_as(self, known: ReplicasAlike, graph: Graph, mesh: tuple[Axis, ...]) -> bool:
+        """Whether it decides for a graph by its sizes as it was decided for one of the same structure."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicasAlike:
-    """A pipeline's job over data-parallel ranks (`DataParallel.alike`).
+    """A graph over data-parallel ranks, for other sizes, too.
 
     Attributes:
         options: the pass.
         job: the job.
         labels: for each of its programs, what its calls are of.
-        sized: the job for any pipeline's job of the same structure; None where that is not known.
+        rest: what of the graph lives through the step (`structure.at_rest`).
+        sized: the job for any graph of the same structure; None where that is not known.
+        resizable: without that, the job for any with the same at rest; None where that is not known either.
         buckets: its buckets.
-        axes: along which their ranks lie.
+        cut: rows of the graph's tensors of which shards are parts along a dimension, and which it is.
     """
 
-    options: DataParallel
+    options: ReplicatingPass
     job: JobGraph
     labels: list[list[PassLabel]]
+    rest: Hashable
     sized: Sized | None
-    buckets: tuple[FilledBucket, ...]
-    axes: tuple[str, ...]
+    resizable: Resizable | None
+    buckets: tuple[FilledBucket, ...] = ()
+    cut: tuple[tuple[int, int], ...] = ()
 
-    def of_graph(self, graph: JobGraph, options: DataParallel) -> JobGraph | None:
-        """The job of another pipeline's job of the same structure; None where its buckets hold other tensors.
+    def of_graph(self, graph: StepGraph | JobGraph, options: ReplicatingPass) -> JobGraph | None:
+        """The job of another graph of the same structure; None where it is another one.
 
         Args:
-            graph: the pipeline's job.
-            options: the pass, which may have another number of ranks, but one where this has one.
+            graph: the graph.
+            options: the pass, which may have other numbers of ranks, but one where this has one.
         """
-        check_sizes(options.replicas, options.micro_batches, staged=True)
+        check_sizes(options.replicas, options.micro_batches, isinstance(graph, JobGraph))
         if self.sized is None:
-            return None
-        mesh = data_mesh(graph.mesh, (Axis(name=DATA, size=options.group),))
-        ranks = _ranks(mesh, self.axes)
-        job = replace(self.sized.of_graph(graph, ranks=ranks, filled=options.filled(ranks)), mesh=mesh)
-        return job if self._fill_alike(job, options) else None
-
-    def _fill_alike(self, job: JobGraph, options: DataParallel) -> bool:
-        """Whether buckets close where they did: at their last tensor, or not at all."""
-        assert self.sized is not None
-        before, now = self.job.tensors.numel, job.tensors.numel
-        sums = zip(self.sized.in_buckets(before).tolist(), self.sized.in_buckets(now).tolist(), strict=True)
-        for bucket, (was, elements) in zip(self.buckets, sums, strict=True):
-            dtype = t.DType(int(job.ops.dtype[bucket.row]))
-            like = Bucket(axes=self.axes, dtype=dtype)
-            old = self.options.limits(bucket.stage).of(like, _ranks(self.job.mesh, self.axes), bucket.first)
-            full = options.limits(bucket.stage).of(like, _ranks(job.mesh, self.axes), bucket.first)
-            if (dtype.nbytes(was) >= old) != (dtype.nbytes(elements) >= full):
-                return False
-            if dtype.nbytes(elements - int(now[bucket.last])) >= full:
-                return False
-        return True
+            same = options == self.options and at_rest(graph) == self.rest
+            return self.resizable.of_graph(graph) if same and self.resizable is not None else None
+        mesh = options.data_mesh(graph.mesh)
+        return self.sized.of_graph(graph, mesh) if options.does_as(self, graph, mesh) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1289,6 +1350,49 @@ class DataParallel:
             first_nbytes=self.first_bucket_bytes,
         )
 
+    def few(self) -> DataParallel:
+        """With as few ranks as do the same but for sizes: one has nothing to share."""
+        instances = min(self.instances, 2)
+        return replace(self, replicas=instances * min(self.replicas // max(instances, 1), 2), instances=instances)
+
+    def data_mesh(self, mesh: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """The mesh of the job of a graph with this one.
+
+        Raises:
+            PlanError: a number is out of range.
+        """
+        if self.zero not in (0, 1, 2):
+            raise PlanError(f"zero {self.zero}: choose 0, 1 or 2 here; fully sharded data parallelism is stage 3")
+        if self.instances < 1 or self.replicas % self.instances:
+            raise PlanError(f"{self.instances} instances of the optimizer do not divide {self.replicas} ranks")
+        if self.instances > 1 and (self.zero != 1 or self.group == 1 or not self.reduce_scatter):
+            raise PlanError(
+                f"{self.instances} instances of the optimizer over {self.replicas} ranks with zero {self.zero}: "
+                "give zero 1, scattered gradients, and two ranks or more an instance"
+            )
+        replicate = (Axis(name=REPLICATE, size=self.instances),) if self.instances > 1 else ()
+        return data_mesh(mesh, (*replicate, Axis(name=DATA, size=self.group)))
+
+    def does_as(self, known: ReplicasAlike, graph: Graph, mesh: tuple[Axis, ...]) -> bool:
+        """Whether buckets close where they did: at their last tensor, or not at all."""
+        numel = graph.tensors.numel
+        full = cache(lambda stage, first, axes, dtype: self._full(stage, first, axes, dtype, mesh))
+        for bucket in known.buckets:
+            most = full(bucket.stage, bucket.first, bucket.axes, bucket.dtype)
+            elements = int(numel[list(bucket.tensors)].sum())
+            if (bucket.dtype.nbytes(elements) >= most) != bucket.full:
+                return False
+            if bucket.dtype.nbytes(elements - int(numel[bucket.tensors[-1]])) >= most:
+                return False
+        return True
+
+    def _full(
+        self, stage: int, first: bool, axes: tuple[str, ...], dtype: t.DType, mesh: tuple[Axis, ...]
+    ) -> float:
+        """Bytes at which a bucket closes."""
+        ranks = prod(axis.size for axis in mesh if axis.name in axes)
+        return self.limits(stage).of(Bucket(axes=axes, dtype=dtype), ranks, first)
+
     def __call__(self, graph: StepGraph | JobGraph) -> JobGraph:
         """The job graph; a pipeline's job graph is replicated stage by stage, and keeps its micro-batches.
 
@@ -1312,71 +1416,55 @@ class DataParallel:
         job, writers, _ = self._written(graph, labels)
         return job, [writer.written for writer in writers]
 
-    def resizable(
+    def alike(
         self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None = None
-    ) -> tuple[JobGraph, list[list[PassLabel]], Resizable | None]:
-        """As `labelled`, with the job for other activations; None where that is not known."""
-        job, writers, blocks = self._written(graph, labels)
-        return job, [writer.written for writer in writers], Resizable.of(graph, job, *blocks.origins(job))
-
-    def alike(self, graph: JobGraph, labels: Sequence[Sequence[PassLabel]]) -> ReplicasAlike:
-        """The job graph of a pipeline's, for other sizes, too, where these do not decide what it is.
+    ) -> ReplicasAlike:
+        """As `labelled`, with the job for other sizes, where these do not decide what it is.
 
         Raises:
             PlanError: as `__call__`.
         """
         job, writers, blocks = self._written(graph, labels)
         buckets = tuple(bucket for writer in writers for bucket in writer.buckets)
-        written = [writer.written for writer in writers]
         sized = None
-        kinds = {(int(job.ops.group[b.row]), int(job.ops.dtype[b.row])) for b in buckets}
-        axes = job.groups[int(job.ops.group[buckets[0].row])].axes if buckets else (DATA,)
         # Buckets of several kinds are launched in the order in which they are full.
-        if self.zero < 2 and self.instances == 1 and len(kinds) < 2:
-            sized = self._sized(graph, job, writers, blocks, buckets, _ranks(job.mesh, axes))
-        return ReplicasAlike(options=self, job=job, labels=written, sized=sized, buckets=buckets, axes=axes)
+        if isinstance(graph, JobGraph) and len({(bucket.axes, bucket.dtype) for bucket in buckets}) < 2:
+            sized = self._sized(graph, job, writers, blocks)
+        return ReplicasAlike(
+            options=self,
+            job=job,
+            labels=[writer.written for writer in writers],
+            rest=at_rest(graph),
+            sized=sized,
+            resizable=None if sized is not None else Resizable.of(graph, job, *blocks.origins(job)),
+            buckets=buckets,
+        )
 
     def _sized(
-        self, graph: JobGraph, job: JobGraph, writers: list[ProgramWriter], blocks: ShardedGraph,
-        buckets: tuple[FilledBucket, ...], ranks: int,
-    ) -> Sized | None:  # fmt: skip
+        self, graph: JobGraph, job: JobGraph, writers: list[ProgramWriter], blocks: ShardedGraph
+    ) -> Sized | None:
         """Where the sizes of the job come from."""
         tensors, ops = blocks.origins(job)
-        shards = np.zeros(len(job.tensors), np.bool_)
-        divides = writers[0].division
-        for made in blocks.blocks:
-            for (old, phase), row in made.tensors.items():
-                shards[row] = phase == SHARDED and not divides.none and divides.cut(old)
+        shards = blocks.shards(writers[0].division)
         for writer in writers:
-            for row, (old, shard) in writer.like.items():
-                tensors[row], shards[row] = old, shard
-        shards &= ranks > 1
+            shards |= {
+                row: (writer.division.axes(graph.tensor(old)), FLAT)
+                for row, (old, shard) in writer.like.items()
+                if shard
+            }
+            tensors[list(writer.like)] = [old for old, _ in writer.like.values()]
         return Sized.of(
-            graph, job, tensors, ops, shards=shards,
+            graph, job, tensors, ops, shards=Shards.of(len(job.tensors), shards),
             shared=(ops != NONE) & (job.ops.phase == t.Phase.OPTIMIZER) & bool(self.zero),
-            buckets=np.array([bucket.row for bucket in buckets], np.int64), ranks=ranks, filled=self.filled(ranks),
+            amounts=[*blocks.amounts, *(amount for writer in writers for amount in writer.amounts)],
         )  # fmt: skip
-
-    def filled(self, ranks: int) -> int:
-        """Of how many elements the buckets of so many ranks are filled up to a multiple."""
-        return lcm(ranks, _ALIGNED) if self.zero and ranks > 1 else 1
 
     def _written(
         self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None
     ) -> tuple[JobGraph, list[ProgramWriter], ShardedGraph]:
         """The job graph, and what wrote its programs and its blocks; as `labelled`."""
         check_sizes(self.replicas, self.micro_batches, isinstance(graph, JobGraph))
-        if self.zero not in (0, 1, 2):
-            raise PlanError(f"zero {self.zero}: choose 0, 1 or 2 here; fully sharded data parallelism is stage 3")
-        if self.instances < 1 or self.replicas % self.instances:
-            raise PlanError(f"{self.instances} instances of the optimizer do not divide {self.replicas} ranks")
-        if self.instances > 1 and (self.zero != 1 or self.group == 1 or not self.reduce_scatter):
-            raise PlanError(
-                f"{self.instances} instances of the optimizer over {self.replicas} ranks with zero {self.zero}: "
-                "give zero 1, scattered gradients, and two ranks or more an instance"
-            )
-        replicate = (Axis(name=REPLICATE, size=self.instances),) if self.instances > 1 else ()
-        mesh = data_mesh(graph.mesh, (*replicate, Axis(name=DATA, size=self.group)))
+        mesh = self.data_mesh(graph.mesh)
         builder = empty_copy(graph)
         builder.mesh = mesh
         builder.group(DATA, axes=(DATA,))
@@ -1424,10 +1512,6 @@ class DataParallel:
         job = ShardedGraph(graph, builder, blocks, ops)
         job.bind()
         return job
-
-
-def _ranks(mesh: tuple[Axis, ...], axes: tuple[str, ...]) -> int:
-    return prod(axis.size for axis in mesh if axis.name in axes)
 
 
 class _Block(ShardedBlock):

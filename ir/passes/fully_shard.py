@@ -30,7 +30,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -45,6 +45,7 @@ from echograph.ir.passes.data_parallel import (
     WHOLE,
     Address,
     Division,
+    ReplicasAlike,
     ShardedBlock,
     ShardedGraph,
     Written,
@@ -61,7 +62,7 @@ from echograph.ir.passes.model import (
     total_norms,
 )
 from echograph.ir.passes.rewrite import ACCUMULATE, UPDATE, Call, PassLabel, empty_copy, in_micro_batch
-from echograph.ir.structure import Resizable
+from echograph.ir.structure import Amount, Resizable, Shards, Sized, at_rest
 
 UnitInstance = tuple[int, int, int]
 """A unit where it runs: block, instance, and number of the unit in the block."""
@@ -592,7 +593,8 @@ class UnitBlock(ShardedBlock):
     def _token(self, what: str, *, port: bool = False) -> int:
         lasting = self.how.once and what == GATHERED
         role = t.TensorRole.BUFFER if lasting else t.TensorRole.ACTIVATION
-        return self.builder.tensor(what, (1,), t.DType.BOOL, role, port=port)
+        self.written.tokens.append(self.builder.tensor(what, (1,), t.DType.BOOL, role, port=port))
+        return self.written.tokens[-1]
 
     def _wait_for(self, number: int, unit: Unit, what: str) -> tuple[int, ...]:
         """A port for the token that the unit before leaves; the root waits for none."""
@@ -620,10 +622,29 @@ class UnitBlock(ShardedBlock):
         for gather, tensors in zip(gathers, parts, strict=True):
             whole = [self.use(tensor.id, phase) for tensor in tensors]
             done = (self.tokens[number, what],) if gather == gathers[-1] else ()
-            self.builder.compute(
+            copy = self.builder.compute(
                 "fsdp.split_with_sizes_copy", phase=phase, deps=(gather,), outputs=(*whole, *done),
                 bytes_read=self._nbytes(tensors), bytes_written=sum(x.nbytes for x in tensors),
             )  # fmt: skip
+            self._is(copy, tensors, "bytes_read")
+            self._is_whole(copy, tensors, "bytes_written")
+
+    def _is(
+        self, row: int, tensors: Sequence[t.Tensor], *columns: str, reduced: bool = False, part: bool = False,
+        times: int = 1,
+    ) -> None:  # fmt: skip
+        """Notes that sizes of an operation are those of shards of all ranks together, or of one rank's part."""
+        rows, axes = tuple(x.id for x in tensors), self.division.axes(tensors[0])
+        dims = tuple(map(self.division.dim, tensors)) if axes else ()
+        dtype = self.how.reduce_dtype if reduced else None
+        self.written.amounts += (
+            Amount(row, column, rows, axes=axes, dims=dims, dtype=dtype, part=part, times=times)
+            for column in columns
+        )
+
+    def _is_whole(self, row: int, tensors: Sequence[t.Tensor], column: str, times: int = 1) -> None:
+        """Notes that a size of an operation is that of whole tensors."""
+        self.written.amounts.append(Amount(row, column, tuple(x.id for x in tensors), times=times))
 
     def _gather_part(
         self, axes: tuple[str, ...], tensors: list[t.Tensor], phase: t.Phase, wait: tuple[int, ...]
@@ -636,6 +657,8 @@ class UnitBlock(ShardedBlock):
             "fsdp.all_gather_copy_in", phase=phase, stream=stream, bytes_read=total // ranks,
             inputs=(*(self.use(x.id, SHARDED) for x in tensors), *wait), bytes_written=total // ranks,
         )  # fmt: skip
+        self._is(copy_in, tensors, "bytes_read", "bytes_written", part=True)
+        self._is(self.builder.op_count(), tensors, "nbytes")
         return self.builder.collective(
             "fsdp.all_gather", t.CollectiveKind.ALL_GATHER, group=group, bytes_per_rank=total,
             dtype=tensors[0].dtype, payload=t.Payload.PARAMETER, asynchronous=True, phase=phase, stream=stream,
@@ -701,16 +724,20 @@ class UnitBlock(ShardedBlock):
                 "fsdp.chunk_cat", phase=t.Phase.BACKWARD, stream=stream, inputs=whole,
                 bytes_read=sum(x.nbytes for x in tensors), bytes_written=total,
             )  # fmt: skip
+            self._is_whole(cat, tensors, "bytes_read")
+            self._is(cat, tensors, "bytes_written", reduced=True)
             name = REDUCE_LIST if self.how.apart else "fsdp.reduce_scatter"
             reduce = builder.collective(
                 name, t.CollectiveKind.REDUCE_SCATTER, group=group, bytes_per_rank=total,
                 dtype=dtype, payload=t.Payload.GRADIENT, asynchronous=True, phase=t.Phase.BACKWARD, stream=stream,
                 deps=(cat,), outputs=() if copies else made,
             )  # fmt: skip
+            self._is(reduce, tensors, "nbytes", reduced=True)
             if not copies:
                 return reduce
             last = (reduce,)
         group, stream = axes_group(builder, copies)
+        self._is(builder.op_count(), tensors, "nbytes", reduced=True, part=True)
         return builder.collective(
             "hsdp.all_reduce", t.CollectiveKind.ALL_REDUCE, group=group, dtype=dtype, outputs=made, deps=last,
             inputs=() if axes else whole, bytes_per_rank=total // self.division.ranks(axes),
@@ -723,6 +750,11 @@ class UnitBlock(ShardedBlock):
         if phase == SHARDED:
             nbytes = self._nbytes(tensors, self.how.reduce_dtype)
             nbytes //= self.division.ranks(self.division.axes(tensors[0]))
+            self._is(self.builder.op_count(), tensors, "bytes_read", reduced=True, part=True, times=2)
+            self._is(self.builder.op_count(), tensors, "bytes_written", reduced=True, part=True)
+        else:
+            self._is_whole(self.builder.op_count(), tensors, "bytes_read", times=2)
+            self._is_whole(self.builder.op_count(), tensors, "bytes_written")
         return self.builder.compute(
             "aten.add_", phase=t.Phase.BACKWARD, stream=stream, inputs=[self.use(x.id, phase) for x in tensors],
             bytes_read=2 * nbytes, bytes_written=nbytes,
@@ -775,26 +807,71 @@ class FullyShard:
             schedule.labels for schedule in writer.schedules
         ]
 
-    def resizable(
+    def alike(
         self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None = None
-    ) -> tuple[JobGraph, list[list[PassLabel]], Resizable | None]:
-        """As `labelled`, with the job for other activations; None where that is not known."""
+    ) -> ReplicasAlike:
+        """As `labelled`, with the job for other sizes, where these do not decide what it is.
+
+        Raises:
+            PlanError: as `__call__`.
+        """
         writer, blocks = self._written(graph, labels)
-        job = blocks.builder.build(JobGraph, whole=labels is None)
-        known = Resizable.of(graph, job, *blocks.origins(job))
-        return job, [schedule.labels for schedule in writer.schedules], known
+        job, division, sized = blocks.builder.build(JobGraph, whole=labels is None), writer.division, None
+        tensors, ops = blocks.origins(job)
+        amounts = blocks.amounts
+        cut = {
+            old for made in blocks.blocks for old, phase in made.tensors if phase == SHARDED and division.cut(old)
+        }
+        cut |= {row for amount in amounts for row in amount.tensors if amount.dims}
+        dims = {row: division.dim(graph.tensor(row)) for row in cut}
+        if not self.apart:  # which looks at the sizes of parameters
+            counted = np.zeros(len(job.tensors), np.bool_)
+            counted[[row for made in blocks.blocks for row in made.tokens]] = True
+            sized = Sized.of(
+                graph, job, tensors, ops, counted=counted, amounts=amounts,
+                shards=Shards.of(len(job.tensors), blocks.shards(division, dims)),
+                shared=(ops != NONE) & (job.ops.phase == t.Phase.OPTIMIZER),
+            )  # fmt: skip
+        return ReplicasAlike(
+            options=self,
+            job=job,
+            labels=[schedule.labels for schedule in writer.schedules],
+            rest=at_rest(graph),
+            sized=sized,
+            resizable=None if sized is not None else Resizable.of(graph, job, tensors, ops),
+            cut=tuple(dims.items()),
+        )
+
+    def few(self) -> FullyShard:
+        """With as few ranks as do the same but for sizes: one has nothing to share."""
+        shard = self.replicas if self.shard is None else self.shard
+        few = min(shard, 2)
+        return replace(self, replicas=few * min(self.replicas // max(shard, 1), 2), shard=few)
+
+    def data_mesh(self, mesh: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """The mesh of the job of a graph with this one.
+
+        Raises:
+            PlanError: the sharding group does not divide the ranks.
+        """
+        shard = self.replicas if self.shard is None else self.shard
+        if shard < 1 or self.replicas % shard:
+            raise PlanError(f"sharding over {shard} ranks does not divide {self.replicas}: choose a divisor")
+        copies = self.replicas // shard
+        replicate = (Axis(name=REPLICATE, size=copies),) if copies > 1 else ()
+        return data_mesh(mesh, (*replicate, Axis(name=SHARD, size=shard)))
+
+    def does_as(self, known: ReplicasAlike, graph: Graph, mesh: tuple[Axis, ...]) -> bool:
+        """Whether the dimensions that are cut are the same."""
+        division = Division(graph=graph, mesh=mesh, gradients=frozenset(), copies=(REPLICATE,))
+        return all(division.dim(graph.tensor(row)) == dim for row, dim in known.cut)
 
     def _written(
         self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None
     ) -> tuple[_Writer, ShardedGraph]:
         """What wrote the job graph, and its blocks and programs; as `labelled`."""
-        shard, staged = self.replicas if self.shard is None else self.shard, isinstance(graph, JobGraph)
-        check_sizes(self.replicas, self.micro_batches, staged)
-        if shard < 1 or self.replicas % shard:
-            raise PlanError(f"sharding over {shard} ranks does not divide {self.replicas}: choose a divisor")
-        copies = self.replicas // shard
-        replicate = (Axis(name=REPLICATE, size=copies),) if copies > 1 else ()
-        mesh = data_mesh(graph.mesh, (*replicate, Axis(name=SHARD, size=shard)))
+        check_sizes(self.replicas, self.micro_batches, isinstance(graph, JobGraph))
+        mesh = self.data_mesh(graph.mesh)
         gradients = frozenset(final_gradients(graph))
         division = Division(graph=graph, mesh=mesh, gradients=gradients, copies=(REPLICATE,))
         writer = _Writer(self, graph, division, self._how(graph), labels)

@@ -7,7 +7,7 @@ is what almost all of them are; matrix products, attention and convolutions are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import GraphError, UnavailableError
-from echograph.ir.columns import NONE, Float64, Int64, TensorTable, distinct
+from echograph.ir.columns import NONE, Float64, Int64, Ragged, TensorTable, distinct, equal_rows
 from echograph.ir.graph import CALL_FIELDS, Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate
 from echograph.ir.passes.fuse import DRAWS
@@ -175,29 +175,33 @@ class KnownCosts:
         Raises:
             GraphError: one takes longer than the clock counts, or its operands contradict each other.
         """
-        numbers, known = np.empty(len(rows), np.int64), self._numbers
-        for at, (row, key) in enumerate(zip(rows.tolist(), self.keys(graph, rows), strict=True)):
-            number = known.get(key)
-            if number is None:
+        keys, which = self.keys(graph, rows)
+        for key, row in keys.items():
+            if key not in self._numbers:
                 self._costs.append(_asked(graph, row, device))
-                number = known[key] = len(self._costs) - 1
-            numbers[at] = number
-        found, which = np.unique(numbers, return_inverse=True)
-        return [self._costs[number] for number in found.tolist()], which.ravel()
+                self._numbers[key] = len(self._costs) - 1
+        return [self._costs[self._numbers[key]] for key in keys], which
 
-    def keys(self, graph: Graph, rows: Int64) -> list[CostKey]:
-        """What the cost of each of some operations depends on, as it stands in memory."""
+    def keys(self, graph: Graph, rows: Int64) -> tuple[dict[CostKey, int], Int64]:
+        """What the costs of some operations depend on, as it stands in memory.
+
+        Returns:
+            Those that differ, each with the first row that has it, and for each operation which it is.
+        """
         ops = graph.ops
         names = _renumbered(ops.name[rows], ops.strings, self._names)
         attributes = _renumbered(ops.attributes[rows], ops.attribute_values, self._attributes)
         sizes = ops.flops, ops.bytes_read, ops.bytes_written, ops.nbytes
-        columns = _in_memory([names, attributes, *(column[rows] for column in (ops.kind, ops.phase, *sizes))])
-        type_of, sides = self._type_of(graph.tensors), []
+        columns = _table([names, attributes, *(column[rows] for column in (ops.kind, ops.phase, *sizes))])
+        type_of, sides = self._type_of(graph.tensors), list[Ragged]()
         for side in (ops.inputs, ops.outputs):
-            held = type_of[side.values].tobytes()
-            begin, end = ((side.offsets[at] * type_of.itemsize).tolist() for at in (rows, rows + 1))
-            sides.append([held[low:high] for low, high in zip(begin, end, strict=True)])
-        return list(zip(columns, *sides, strict=True))
+            lengths, where = side.places(rows)
+            sides.append(Ragged(np.append(0, np.cumsum(lengths)), type_of[side.values[where]]))
+        first, which = equal_rows(columns, *sides)
+        its = [columns[row].tobytes() for row in first.tolist()]
+        read, made = ([side[row].tobytes() for row in first.tolist()] for side in sides)
+        keys: Iterator[CostKey] = zip(its, read, made, strict=True)
+        return dict(zip(keys, rows[first].tolist(), strict=True)), which
 
     def _type_of(self, tensors: TensorTable) -> Int64:
         """For every tensor the number of its type: data type and extents."""
@@ -206,8 +210,10 @@ class KnownCosts:
         extents = np.full((width, len(tensors)), NONE, np.int64)
         extents[np.arange(len(shape.values)) - np.repeat(shape.offsets[:-1], lengths), shape.rows] = shape.values
         types = self._types
-        keys = _in_memory([tensors.dtype, lengths, *extents])
-        return np.array([types.setdefault(key, len(types)) for key in keys], np.int64)
+        columns = _table([tensors.dtype, lengths, *extents])
+        first, which = equal_rows(columns)
+        keys = [columns[row].tobytes() for row in first.tolist()]
+        return np.array([types.setdefault(key, len(types)) for key in keys], np.int64)[which]
 
 
 CostKey = tuple[bytes, bytes, bytes]
@@ -334,14 +340,14 @@ def _clocks(graph: Graph, power: PowerModel, columns: Int64) -> Float64:
     clocks, rows = np.ones(len(graph.ops)), len(graph.ops) + 1
     for program in graph.programs:
         calls = program.calls
-        spans = np.divmod(distinct(calls[:, 1] * rows + calls[:, 2]), rows)
+        opens = np.bincount(calls[:, 1], minlength=rows) - np.bincount(calls[:, 2], minlength=rows)
+        runs = np.cumsum(opens)[:-1] > 0
         micro_batches = distinct(calls[calls[:, MICRO_BATCH] >= 0, MICRO_BATCH])
         if len(micro_batches):
             calls = calls[calls[:, MICRO_BATCH] == micro_batches[len(micro_batches) // 2]]
         core, memory, paced, other = (until[:, calls[:, 2]] - until[:, calls[:, 1]]).sum(axis=1).tolist()
         clock = sustained_clock(power, core / PER_JOULE, memory / PER_JOULE, paced / PS_PER_S, other / PS_PER_S)
-        for begin, end in zip(*(column.tolist() for column in spans), strict=True):
-            np.minimum(clocks[begin:end], clock, out=clocks[begin:end])
+        clocks[runs] = np.minimum(clocks[runs], clock)
     return clocks
 
 
@@ -359,15 +365,14 @@ def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
     power, ops = device.power, job.ops
     assert power is not None
     rows = np.flatnonzero(np.isin(ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~ops.is_view)
-    memo: dict[Hashable, PowerDraw] = {}
-    per_flop, cores = np.zeros(len(rows)), list[PowerDraw]()
-    for at, (row, key) in enumerate(zip(rows.tolist(), KnownCosts().keys(job, rows), strict=True)):
-        if key not in memo:
-            op = job.ops[row]
-            assert isinstance(op, Compute | Copy)
-            memo[key] = _core(op, ([job.tensors[i] for i in op.inputs], []), device)
-        cores.append(memo[key])
-        per_flop[at] = power.joules_of(memo[key].peak, memo[key].kernel)
+    keys, which = KnownCosts().keys(job, rows)
+    differ = []
+    for row in keys.values():
+        op = job.ops[row]
+        assert isinstance(op, Compute | Copy)
+        differ.append(_core(op, ([job.tensors[i] for i in op.inputs], []), device))
+    cores = [differ[number] for number in which.tolist()]
+    per_flop = np.array([power.joules_of(core.peak, core.kernel) for core in differ])[which]
     runs = np.zeros(len(ops))
     for program in range(len(job.programs)):
         runs += job.run_counts(program) * float(job.rank_count(program))
@@ -408,10 +413,9 @@ def _query_key_value(op: Compute, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     return inputs[1:4] if "backward" in op.name else inputs[:3]
 
 
-def _in_memory(columns: Sequence[npt.NDArray[Any]]) -> list[bytes]:
-    """The rows of a table of integers, each as it stands in memory."""
-    table = np.stack([column.astype(np.int64) for column in columns], axis=1)
-    return list(table.view(f"V{table.shape[1] * table.itemsize}").ravel().tolist())
+def _table(columns: Sequence[npt.NDArray[Any]]) -> Int64:
+    """[rows, columns] A table of integers."""
+    return np.stack([column.astype(np.int64) for column in columns], axis=1)
 
 
 def cost_of(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> CostEstimate:

@@ -17,7 +17,7 @@ then the whole job has to be simulated.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -108,7 +108,7 @@ MessageTime = Callable[[int, int], int]
 """Picoseconds of a message, by its row of the operation table and its stage."""
 
 
-MOST_LAYOUTS = 256
+MOST_LAYOUTS = 512
 """So many layouts are kept, some hundred kilobytes each."""
 KnownLayouts = dict[Hashable, "_Layout | NotAlike"]
 """Layouts, or why there is none, by what they depend on."""
@@ -582,10 +582,6 @@ class StepState(NamedTuple):
     arrivals: Int64
 
 
-EACH = 8
-"""Messages from a chunk to the next one in one pass, at most."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Layout:
     """What a step is made of, whatever its operations take.
@@ -602,7 +598,7 @@ class _Layout:
         names: of passes that others wait for, by kind and chunk.
         pairs: of each rendezvous after all passes, how many take part.
         columns: of `Tables`, those that are always the same.
-        passes: of `Tables`, those that depend on the order of passes, for the orders that were asked for last.
+        lines: of messages from chunk to chunk, as many as there can be in a pass of every chunk.
     """
 
     hosts: Bools
@@ -616,7 +612,7 @@ class _Layout:
     names: dict[tuple[str, int], int]
     pairs: Int64
     columns: dict[str, Int64]
-    passes: dict[PassOrder, dict[str, Int64]] = field(default_factory=dict)
+    lines: int
 
 
 def _layout(sample: Sample) -> _Layout:
@@ -655,7 +651,7 @@ class _LayoutWriter:
         sample, pieces = self.sample, self.pieces
         matrix = np.concatenate([its.matrix for its in pieces])
         program = np.repeat(np.arange(len(pieces)), [len(its.piece) for its in pieces])
-        meets = self._meets(matrix)
+        meets, each = self._meets(matrix)
         ends = np.concatenate([its.at[:-1] + at for its, at in zip(pieces, self.first, strict=False)])
         places = [sample.job.programs[program].coordinates.get("pp", 0) for program in sample.stand_for]
         columns = {
@@ -664,7 +660,7 @@ class _LayoutWriter:
             "meets": meets,
             "slot": np.concatenate([its.slot for its in pieces]),
             "piece_at": np.append(ends, len(matrix)),
-            "shift": 2 * EACH * (np.arange(self.stages) - np.array(places, np.int64)),
+            "shift": 2 * each * (np.arange(self.stages) - np.array(places, np.int64)),
         }
         columns |= self._edges(len(matrix))
         together = np.flatnonzero((matrix == NONE) & (meets % 2 == 1))
@@ -683,6 +679,7 @@ class _LayoutWriter:
             names=self.names,
             pairs=pairs,
             columns=columns,
+            lines=2 * self.stages * sample.chunks * each,
         )
 
     def _meeting(self, matrix: Int64, mine: Bools) -> tuple[Int64, Int64, Int64]:
@@ -710,16 +707,21 @@ class _LayoutWriter:
             name[number] = self.names.setdefault((kind, chunk), len(self.names))
         return np.where(other, name[pieces.of], NONE)
 
-    def _meets(self, matrix: Int64) -> Int64:
-        """Where each communication meets others: `Tables.meets`; 0 of what does not."""
-        found = np.zeros(len(matrix), np.int64)
+    def _meets(self, matrix: Int64) -> tuple[Int64, int]:
+        """Where each communication meets others: `Tables.meets`, 0 of what does not; and messages of a line."""
+        found = np.zeros((3, len(matrix)), np.int64)
         for program, (pieces, first) in enumerate(zip(self.pieces, self.first, strict=False)):
             at = np.flatnonzero(pieces.matrix == NONE)
-            found[first + at] = self._meetings(program, pieces, at)
-        return found
+            found[:, first + at] = self._meetings(program, pieces, at)
+        line, turn, pair = found
+        each = 1 + int(turn.max(initial=0))
+        return np.where(pair > 0, 2 * pair - 1, 2 * (line * each + turn)), each
 
     def _meetings(self, program: int, pieces: _Pieces, at: Int64) -> Int64:
-        """The same for communications of a program. What runs in passes are messages between chunks."""
+        """Line, number on it, and number of the pair, from 1, of communications of a program.
+
+        What runs in passes are messages between chunks, and in no pair.
+        """
         ops, row, piece = self.sample.job.ops, pieces.row[at], pieces.piece[at]
         kind, tag, group = (column[row].astype(np.int64) for column in (ops.kind, ops.tag, ops.group))
         _, end = np.unique(np.stack([piece, kind, tag, group]), axis=1, return_inverse=True)
@@ -728,14 +730,15 @@ class _LayoutWriter:
         between = np.array(["pp" in its.axes for its in self.sample.job.groups], np.bool_)[group]
         message = np.isin(kind, MESSAGES) & between
         # A line goes from a chunk to the next one, or back: its tag says from which.
-        bad = np.flatnonzero(~update & (~message | (turn >= EACH) | (tag * EACH >= _lines(self.sample))))
+        lines = 2 * self.stages * self.sample.chunks
+        bad = np.flatnonzero(~update & (~message | (tag >= lines)))
         if len(bad):
             label = pieces.labels[piece[bad[0]]]
-            raise NotAlike(f"pass {label} meets others than its neighbours, or too often")
-        found = 2 * (tag * EACH + turn)
+            raise NotAlike(f"pass {label} meets others than its neighbours")
+        found = np.stack([tag, turn, np.zeros(len(at), np.int64)])
         for which in np.flatnonzero(update).tolist():
             pair = self._pair(program, int(row[which]), int(turn[which]))
-            found[which] = 2 * self.pairs.setdefault(pair, len(self.pairs)) + 1
+            found[:, which] = 0, 0, 1 + self.pairs.setdefault(pair, len(self.pairs))
         return found
 
     def _pair(self, program: int, row: int, turn: int) -> object:
@@ -751,36 +754,22 @@ class _LayoutWriter:
         return group, int(ops.tag[row]), ends if ops.kind[row] == OpKind.SEND else ends[::-1], turn
 
 
-def _lines(sample: Sample) -> int:
-    """Of messages from chunk to chunk, as many as there can be in a pass of every chunk."""
-    return 2 * len(sample.stand_for) * sample.chunks * EACH
-
-
 # -- all passes ---------------------------------------------------------------------------------------------------
-
-MOST_ORDERS = 8
-"""So many orders of passes are kept with a layout: some hundred kilobytes each."""
 
 
 def _run(sample: Sample, layout: _Layout, device: Int64, host: Int64, message_ps: MessageTime) -> int:
     """When a step ends, picoseconds; arguments as of `step_ps`."""
-    if sample.order not in layout.passes:
-        if len(layout.passes) >= MOST_ORDERS:
-            del layout.passes[next(iter(layout.passes))]
-        layout.passes[sample.order] = _passes(sample, layout)
-    lines, columns = _lines(sample), layout.columns
-    pairs = np.full(lines * sample.micro_batches + len(layout.pairs), 2)
-    pairs[lines * sample.micro_batches :] = layout.pairs
-    sizes = [max(1, len(layout.names)), sample.micro_batches, len(layout.row), lines]
+    members = np.append(np.full(layout.lines * sample.micro_batches, 2), layout.pairs)
+    sizes = [max(1, len(layout.names)), sample.micro_batches, len(layout.row), layout.lines]
     tables = Tables(
         over=_over(sample, layout, device, host),
         matrices=layout.matrices,
         host=host[layout.row],
         takes=_takes(sample, layout, device, message_ps).ravel(),
-        members=pairs,
+        members=members,
         sizes=np.array(sizes, np.int64),
-        **columns,
-        **layout.passes[sample.order],
+        **layout.columns,
+        **_passes(sample, layout),
     )
     state = _state(sample, layout, tables)
     loop = compiled(_send_through, _known, _arrive, _to_rendezvous, _through_matrix)

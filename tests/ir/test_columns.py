@@ -8,6 +8,7 @@ from conformance_graphs import GRAPHS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echograph.ir import columns
 from echograph.ir import types as t
 from echograph.ir.columns import Ragged, ascending, equal_rows
 
@@ -66,3 +67,23 @@ def test_rows_are_ordered_and_told_apart_as_numpy_does(numbers: list[int]) -> No
     assert ascending(values).tolist() == np.argsort(values, kind="stable").tolist()
     found = equal_rows(values)
     assert (found.first.tolist(), found.of.tolist()) == (first.tolist(), of.tolist())
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(-2, 2), st.sampled_from([0, 2**62, -(2**63)]), st.lists(st.integers(-1, 1)))
+    ),
+    factor=st.sampled_from([columns._FACTOR, 1, 0]),
+)
+def test_rows_of_several_columns_are_told_apart(rows: list[tuple[int, int, list[int]]], factor: int) -> None:
+    """Also where hashes are equal of rows that are not."""
+    values = np.array([row[:2] for row in rows], np.int64).reshape(-1, 2)
+    sides = [row[2] for row in rows]
+    ragged = Ragged(np.cumsum([0, *map(len, sides)]), np.array([x for side in sides for x in side], np.int64))
+    numbers: dict[object, int] = {}
+    expected = [numbers.setdefault((*row[:2], tuple(row[2])), len(numbers)) for row in rows]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(columns, "_FACTOR", factor)
+        found = equal_rows(values, ragged)
+    assert found.of.tolist() == expected
+    assert found.first.tolist() == [expected.index(number) for number in range(len(numbers))]

@@ -26,7 +26,7 @@ from echograph.ir.passes.model import MICRO_BATCH_AXES
 from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, StagesAlike
 from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.passes.rewrite import UPDATE, PassLabel
-from echograph.ir.structure import Resizable, at_rest, structure
+from echograph.ir.structure import structure
 from echograph.profiler.costs.estimate import KnownCosts
 from echograph.simulator.durations import NetworkModel, message_ps
 from echograph.simulator.engine import composed
@@ -94,7 +94,6 @@ class Predictor:
         self._stages: dict[tuple[str, ...], StagesAlike] = {}
         self._structures: dict[Hashable, StagesAlike] = {}
         self._replicas: dict[Hashable, tuple[ReplicasAlike, ...]] = {}
-        self._resizable: dict[Hashable, tuple[Resizable, list[list[PassLabel]]]] = {}
         self._network = NetworkModel(system.cluster)
         self._costs = KnownCosts()
         self._layouts: composed.KnownLayouts = {}
@@ -178,7 +177,10 @@ class Predictor:
         first, *others = rest
         if isinstance(first, Pipeline) and others and isinstance(data := others.pop(0), DataParallel | FullyShard):
             alike = self._alike(step, first)
-            job, labels = self._replicated(alike, _like(step, first), data)
+            if alike.sized is None:
+                job, labels = data.labelled(alike.job, alike.labels)
+            else:
+                job, labels = self._replicated(alike.job, alike.labels, _like(step, first), data)
             places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
             count, chunks = first.micro_batches, first.chunks
             order_of = _order(first.schedule, first.stages, count, chunks)
@@ -186,7 +188,7 @@ class Predictor:
         elif isinstance(first, DataParallel | FullyShard):
             count, chunks, stand_for = first.micro_batches, 1, [0]
             few = replace(first, micro_batches=min(count, DISTINCT_MICRO_BATCHES))
-            job, labels = self._resized(step, None, structure(step), few)
+            job, labels = self._replicated(step, None, structure(step), few)
             order_of = _alone(count)
         else:
             raise composed.NotAlike("the job is not of a pipeline or of data parallelism alone")
@@ -222,44 +224,32 @@ class Predictor:
             return known
         before = self._structures.get(like)
         if before is not None:
-            return _keep(self._stages, key, before.of_step(step))
+            return _keep(self._stages, key, before.of_step(step), MOST_STAGES)
         found = pipeline.alike(step)
         if found.sized is not None:
             _keep(self._structures, like, found)
-        return _keep(self._stages, key, found)
+        return _keep(self._stages, key, found, MOST_STAGES)
 
     def _replicated(
-        self, alike: StagesAlike, like: tuple[Hashable, str], data: DataParallel | FullyShard
-    ) -> tuple[JobGraph, list[list[PassLabel]]]:
-        """The stages of a pipeline over data-parallel ranks, with what their calls are of."""
-        if alike.sized is None:
-            return data.labelled(alike.job, alike.labels)
-        if isinstance(data, FullyShard) or data.zero > 1 or data.instances > 1:
-            return self._resized(alike.job, alike.labels, like, data)
-        # Another number of ranks changes sizes alone, but one, which has nothing to share.
-        options = pass_text(replace(data, replicas=min(data.replicas, 2)))
-        key = (*like, options)
-        before = self._replicas.get(key, ())
-        for known in before:
-            if (job := known.of_graph(alike.job, data)) is not None:
-                return job, known.labels
-        found = data.alike(alike.job, alike.labels)
-        if found.sized is not None:
-            _keep(self._replicas, key, (*before, found))
-        return found.job, found.labels
-
-    def _resized(
         self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None, like: Hashable,
         data: DataParallel | FullyShard,
     ) -> tuple[JobGraph, list[list[PassLabel]]]:  # fmt: skip
-        """A graph over data-parallel ranks: once for all of its structure that differ in activations alone."""
-        key = like, pass_text(data), at_rest(graph)
-        if (known := self._resizable.get(key)) is not None:
-            return known[0].of_graph(graph), known[1]
-        job, made, found = data.resizable(graph, labels)
-        if found is not None:
-            _keep(self._resizable, key, (found, made))
-        return job, made
+        """A graph over data-parallel ranks, and what its calls are of: once for all sizes that decide alike.
+
+        Args:
+            graph: a step, or the stages of a pipeline.
+            labels: of the stages, what their calls are of.
+            like: what the graph is but for its sizes.
+            data: the pass.
+        """
+        key = like, pass_text(data.few())
+        before = self._replicas.get(key, ())
+        for known in before:
+            if (job := known.of_graph(graph, data)) is not None:
+                return job, known.labels
+        found = data.alike(graph, labels)
+        _keep(self._replicas, key, (*before, found))
+        return found.job, found.labels
 
     def _result(self, plan: Plan, job: JobGraph, stack: str, step_ps: int, micro_batches: int) -> Result:
         replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
@@ -304,15 +294,17 @@ def _like(step: StepGraph, pipeline: Pipeline) -> tuple[Hashable, str]:
     return structure(step), pass_text(replace(pipeline, micro_batches=count))
 
 
-MOST_KEPT = 256
-"""Graphs of one kind that a predictor keeps: some hundred kilobytes each."""
+MOST_KEPT = 512
+"""What passes made of structures that a predictor keeps: some hundred kilobytes each, and as many milliseconds."""
+MOST_STAGES = 64
+"""Stages of steps that it keeps, each of which takes a millisecond to make again."""
 _Key = TypeVar("_Key")
 Kept = TypeVar("Kept")
 
 
-def _keep(known: dict[_Key, Kept], key: _Key, value: Kept) -> Kept:
+def _keep(known: dict[_Key, Kept], key: _Key, value: Kept, most: int = MOST_KEPT) -> Kept:
     """Keeps a graph, in place of the one that was kept first where there are many."""
-    if len(known) >= MOST_KEPT:
+    if key not in known and len(known) >= most:
         del known[next(iter(known))]
     known[key] = value
     return value
