@@ -16,8 +16,8 @@ pytestmark = pytest.mark.torch
 
 MODELS = ["bert-base-uncased", "resnet-18"]
 SLOW_MODELS = ["t5-small", "mixtral-8x7b", "vit-b-16", "gpt2", "llama-3-8b", "resnet-50", "roberta-base",
-               "opt-350m", "mpt-7b", "gemma-2-2b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "phi-2", "vgg-16",
-               "distilbert-base-uncased"]  # fmt: skip
+               "opt-350m", "mpt-7b", "gemma-2-2b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "phi-2",
+               "vgg-16", "distilbert-base-uncased"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS + [pytest.param(m, marks=pytest.mark.slow) for m in SLOW_MODELS])
