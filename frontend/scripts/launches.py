@@ -55,6 +55,9 @@ _ASKING = frozenset(
 )  # fmt: skip
 """Operators whose results `torch.empty`, or a tensor that grows, makes. What their products, sums and most
 elementwise kernels make, PyTorch makes past it."""
+_NORMS = ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
+"""Those of Transformer Engine ask for a workspace as well, of a byte where they need none
+(common/normalization/common.cpp: getWorkspaceShape; pytorch/csrc/extensions/normalization.cpp)."""
 _COPIED_FIRST = ("masked_fill", "index_put", "index_add", "index_fill", "scatter", "scatter_add")
 _INDEX_BYTES = 8
 _SORTED_AT_ONCE = 2048
@@ -80,6 +83,8 @@ def beside(node: Node, in_order: bool, fills: bool) -> Iterator[Launch]:
         yield from _kernels(node, in_order, fills)
     if fills and _asks(node):  # each result by a kernel of its own
         yield from (Launch("aten.fill_", 0, size) for size in _results(node) if size)
+        if region is not None and plain_name(node) in _NORMS:
+            yield Launch("aten.fill_", 0, 1)
 
 
 def _asks(node: Node) -> bool:

@@ -90,6 +90,8 @@ def test_each_result_is_filled_by_itself() -> None:
     filled = [launch.bytes_written for launch in beside(made, True, True)]
     assert filled == [16 * 8 * 4, 16 * 4, 16 * 4], "what is normed, means and deviations"
     assert len(filled) == fills(normed)
+    made.meta[REGION] = KernelRegion(maker=FUSED, number=1)
+    assert len(list(beside(made, True, True))) == 4, "and a workspace of Transformer Engine's"
 
 
 def test_additions_by_index_are_sorted_where_they_have_an_order() -> None:
