@@ -140,6 +140,7 @@ def _backward_of_part(node: Any, outputs: Any, gradients: Any) -> Any:
 
 def _name_it(tracker: Any, name: str, seed: int) -> None:
     tracker.states_[name] = seed
+    tracker._is_initialized = True  # as Megatron-LM asks before it hands the tracker to Transformer Engine
 
 
 SHIMS: tuple[Patch, ...] = (
