@@ -515,6 +515,28 @@ def _in_fp8(make: Make) -> Make:
     return stepped
 
 
+PARAMETERS = 100
+"""Of a layer that is updated; a rank of a training has some hundred in all, and caches hold less of more."""
+
+
+def _updated(layers: int, *_: int) -> Step:
+    """An update of the parameters of layers as megatron-core asks for it: in fp32, of gradients in fp32."""
+    of = sys.modules["transformer_engine.pytorch"].optimizers.FusedAdam
+    kept = [nn.Parameter(torch.zeros(4)) for _ in range(PARAMETERS * layers)]
+    for parameter in kept:
+        parameter.grad = torch.zeros(4)
+    optimizer = of(kept, weight_decay=0.01)
+
+    def step(again: bool, clock: Callable[[], float] | None = None) -> tuple[float, float]:
+        del again
+        now = clock or time.thread_time
+        begun = now()
+        optimizer.step()
+        return now() - begun, 0.0
+
+    return step
+
+
 def _layers(one_kernel: bool) -> Make:
     def make(layers: int, width: int, tokens: int) -> Step:
         _select(one_kernel)
@@ -560,6 +582,7 @@ CASES: dict[str, Make] = {
     },
     "Linear, FP8": _in_fp8(_of("Linear", **_FUSES)),
     "LayerNormLinear, FP8": _in_fp8(_of("LayerNormLinear", **_FUSES)),
+    f"FusedAdam, {PARAMETERS} parameters": _updated,
 }
 """Modules, measured alone."""
 LAYERS: dict[str, Make] = {"layer, fused": _layers(True), "layer, unfused": _layers(False)}

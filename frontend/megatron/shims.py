@@ -93,6 +93,22 @@ def _fused(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+def _update(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An update that takes the host, for each parameter that has a gradient, what Transformer Engine's does."""
+
+    @wraps(original)
+    def step(optimizer: Any, *args: Any, **options: Any) -> Any:
+        counter = WorkCounter.current
+        if counter is None:
+            return original(optimizer, *args, **options)
+        with counter.aside():
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        with counter.standing_in(*["FusedAdam parameter"] * len(parameters)):
+            return original(optimizer, *args, **options)
+
+    return step
+
+
 def _on_the_host(original: Callable[..., None]) -> Callable[..., None]:
     def init(*args: Any, **named: Any) -> None:
         original(*args, **named | {"use_cpu_initialization": True})
@@ -124,6 +140,7 @@ def _backward_of_part(node: Any, outputs: Any, gradients: Any) -> Any:
 
 def _name_it(tracker: Any, name: str, seed: int) -> None:
     tracker.states_[name] = seed
+    tracker._is_initialized = True  # as Megatron-LM asks before it hands the tracker to Transformer Engine
 
 
 SHIMS: tuple[Patch, ...] = (
@@ -180,6 +197,11 @@ SHIMS: tuple[Patch, ...] = (
         where="torch.optim.adam:Adam.__init__",
         reason="megatron-core takes Transformer Engine's or Apex's fused Adam, if there; PyTorch has one, too",
         around=_fused,
+    ),
+    Patch(
+        where="torch.optim.adam:Adam.step",
+        reason="the same: it is Transformer Engine's Python that goes through the parameters there",
+        around=_update,
     ),
     Patch(
         where="megatron.core.pipeline_parallel.schedules:custom_backward",

@@ -135,7 +135,7 @@ class WorkCounter:
         muted: above zero where what runs is counted as a whole.
         region: number of the call of something compiled that runs; 0: none.
         batch: number of the batch of messages that is put together; 0: none.
-        function: number and name of the call of a library's function that runs, which is known as a whole.
+        function: number of the call of a library's function that runs, which is known as a whole, and its names.
         stands_in: layers and functions whose calls are known as a whole.
     """
 
@@ -145,7 +145,7 @@ class WorkCounter:
         self.reads = reads
         self.muted = 0
         self.region = self.batch = 0
-        self.function: tuple[int, str] | None = None
+        self.function: tuple[int | str, ...] | None = None
         self.stands_in: frozenset[str] = frozenset()
         self._regions = self._batches = self._functions = 0
         self._instructions = self._modules = 0
@@ -207,13 +207,17 @@ class WorkCounter:
             self.region, self.muted = 0, self.muted - 1
 
     @contextmanager
-    def standing_in(self, name: str) -> Iterator[None]:
-        """What runs is one call of a library's function, if that is known as a whole."""
-        if self.function or name not in self.stands_in:
+    def standing_in(self, *names: str) -> Iterator[None]:
+        """What runs is one call of a library's function, if that is known as a whole.
+
+        Args:
+            names: by which it is known: once for each time that it does what they say.
+        """
+        if self.function or not names or not self.stands_in.issuperset(names):
             yield
             return
         self._functions += 1
-        self.function, self.muted = (self._functions, name), self.muted + 1
+        self.function, self.muted = (self._functions, *names), self.muted + 1
         try:
             yield
         finally:
@@ -386,7 +390,7 @@ COMPILED_CALL = "compiled_call"
 """Of call nodes in a call of something compiled: its number."""
 
 _FUNCTION = "function_call"
-"""Of call nodes in a call of a function that is known as a whole: its number and name."""
+"""Of call nodes in a call of a function that is known as a whole: its number and names."""
 
 _BATCH = "batch_of_messages"
 """Of call nodes of messages that go out together: the number of their batch."""

@@ -55,6 +55,9 @@ _ASKING = frozenset(
 )  # fmt: skip
 """Operators whose results `torch.empty`, or a tensor that grows, makes. What their products, sums and most
 elementwise kernels make, PyTorch makes past it."""
+_NORMS = ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
+"""Those of Transformer Engine ask for a workspace as well, of a byte where they need none
+(common/normalization/common.cpp: getWorkspaceShape; pytorch/csrc/extensions/normalization.cpp)."""
 _COPIED_FIRST = ("masked_fill", "index_put", "index_add", "index_fill", "scatter", "scatter_add")
 _INDEX_BYTES = 8
 _SORTED_AT_ONCE = 2048
@@ -78,8 +81,10 @@ def beside(node: Node, in_order: bool, fills: bool) -> Iterator[Launch]:
         return  # what is compiled asks past `torch.empty`
     if region is None and plain_name(node):
         yield from _kernels(node, in_order, fills)
-    if fills and _asks(node) and (size := _made(node)):
-        yield Launch("aten.fill_", 0, size)
+    if fills and _asks(node):  # each result by a kernel of its own
+        yield from (Launch("aten.fill_", 0, size) for size in _results(node) if size)
+        if region is not None and plain_name(node) in _NORMS:
+            yield Launch("aten.fill_", 0, 1)
 
 
 def _asks(node: Node) -> bool:
@@ -105,10 +110,10 @@ def _leaves(node: Node) -> bool:
     return False
 
 
-def _made(node: Node) -> int:
-    """Bytes of the results that are on the device."""
+def _results(node: Node) -> list[int]:
+    """Bytes of each result that is on the device."""
     values = node.meta[VAL] if isinstance(node.meta[VAL], tuple) else (node.meta[VAL],)
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, Tensor))
+    return [v.numel() * v.element_size() for v in values if isinstance(v, Tensor)]
 
 
 def _kernels(node: Node, in_order: bool, fills: bool) -> Iterator[Launch]:
@@ -121,7 +126,7 @@ def _kernels(node: Node, in_order: bool, fills: bool) -> Iterator[Launch]:
             # Truth values are written by one kernel, and added up by a second one.
             yield Launch("aten.sum", given.numel(), given.numel())
         case "topk":
-            yield Launch("aten.sort", *[_made(node)] * 2)  # of those found
+            yield Launch("aten.sort", *[sum(_results(node))] * 2)  # of those found
         case "nonzero_static" if given is not None:
             # How many each block of a kernel finds, where each begins, and the indices themselves.
             yield Launch("aten.sum", given.numel(), _INDEX_BYTES)

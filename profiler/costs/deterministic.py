@@ -6,8 +6,10 @@ In any order, blocks of keys add to the queries' gradient as they come. In one o
   G = ceil(SMs / (batch heads)) thread blocks a head, each of which goes through every G-th block of 128 keys and
   adds to a gradient of its own in fp32. One fits on an SM (144 KiB of shared memory); they start in order as SMs
   become free, and since they are a few more than SMs, most of these wait for a second one on some. The G gradients
-  are filled with zeros before, and added up after. On H100 this says 7.8 ms of 2 x 8,192 tokens with 16 causal
-  heads of 128, where 8.28 ms were measured (Dao-AILab/flash-attention, pull request 1893); in any order 4.56 ms.
+  are filled with zeros before, and added up after; PyTorch, whose deterministic algorithms fill all memory that is
+  asked for, writes them once more before these zeros. On H100 this says 8.0 ms, 0.2 of it for that, of 2 x 8,192
+  tokens with 16 causal heads of 128, where 8.28 ms were measured (Dao-AILab/flash-attention, pull request 1893,
+  which does not say whether memory was filled); in any order 4.56 ms.
 - cuDNN on Hopper writes what the scores' gradients are to memory, in 16 bits, and multiplies them by the keys
   apart (NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: use_dp_workspace). That the rest takes as
   long as before, that nothing is written of what the mask hides, and that PyTorch fills this memory before, as it
@@ -72,8 +74,9 @@ def in_one_order(
     if kernel in ("flash1", "flash2"):
         splits = np.ceil(sheet.sm_count / (b * h))
         longer = _longest_over_mean(sheet.sm_count, b * h, np.ceil(kv / KEYS_A_BLOCK), causal)
-        # In any order there is one gradient, which is made and read as well.
-        return np.asarray(seconds * longer + 2.0 * FP32 * (splits - 1.0) * b * h * q * d / bandwidth)
+        # In any order there is one gradient, which is made and read as well, and not filled.
+        moved = FP32 * (2.0 * (splits - 1.0) + splits) * b * h * q * d
+        return np.asarray(seconds * longer + moved / bandwidth)
     if kernel == "cudnn" and sheet.architecture == "hopper":
         filled, used = 1.0, np.where(causal, 1.0, 2.0)  # written and read
         return np.asarray(seconds + BF16 * b * h * q * kv * (filled + used) / bandwidth)

@@ -279,7 +279,7 @@ def fit_device(
         format=FORMAT,
         name=name,
         datasheet=sheet,
-        gemm=gemm,
+        gemm=gemm | _lent_products(relative, facts),
         grouped=_grouped(gemm, table, facts, sheet, relative, used),
         attention=attention,
         default_attention=facts.default_attention,
@@ -292,6 +292,20 @@ def fit_device(
         power=_power(facts, relative),
         scan=scan,
     )
+
+
+def _lent_products(relative: DeviceProfile | None, facts: DeviceFacts) -> dict[str, GemmModel]:
+    """The relative's models of what the device's own rows mislead about."""
+    if relative is None:
+        return {}
+    models = {dtype: relative.gemm[dtype] for dtype in facts.rows.lent}
+    label = scaled_label(f"scaled from {facts.relative}")
+    return {
+        dtype: msgspec.structs.replace(
+            model, label=msgspec.structs.replace(label, between_libraries=model.label.between_libraries)
+        )
+        for dtype, model in models.items()
+    }
 
 
 def _lent_scan(relative: DeviceProfile | None, facts: DeviceFacts) -> ScanModel | None:

@@ -21,6 +21,8 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         tensor: products on tensor cores, fused attention, and what trains beside them.
         libraries: by dtype, the `kernel` cells whose products are fitted; of a dtype that is not here, all. The
             others tell how far libraries differ. Rows without the cell are always fitted.
+        lent: dtypes whose products are the relative's, since rows here mislead; what rests on products (launches,
+            groups, other types) is told from these rows all the same.
         same_chip: cells of another device of the same chip, whose layers of experts tell slips of a tuner here.
         largest_product_TFLOP: by dtype, larger products are left out, where the board that was measured braked.
         attention: fused attention whose passes were timed apart (`op` is `attention`).
@@ -40,6 +42,7 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     tensor: list[str] = []
     libraries: dict[str, list[str]] = {}
+    lent: list[str] = []
     same_chip: list[str] = []
     largest_product_TFLOP: dict[str, float] = {}
     attention: list[str] = []

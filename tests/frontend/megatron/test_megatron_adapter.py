@@ -131,6 +131,17 @@ def test_shims_and_hooks_are_taken_out_again() -> None:
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_coalesced_", "Meta")
 
 
+def test_random_states_that_were_added_are_there() -> None:
+    """As megatron-core asks before it tells Transformer Engine's attention to draw from them."""
+    with shimmed():
+        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+        tracker = CudaRNGStatesTracker()
+        assert not tracker.is_initialized()
+        tracker.add("of a rank", 1)
+        assert tracker.is_initialized()
+
+
 class Nowhere:
     """A place that nobody asks."""
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from echograph.errors import UsageError
+from echograph.frontend.megatron import shims
 from echograph.frontend.pytorch.call_nodes import is_getitem
 from echograph.frontend.scripts import ADAPTERS, host_work
 from echograph.frontend.scripts.capture import capture_script
@@ -460,3 +462,23 @@ def test_products_that_ranks_divide_take_the_host_longer(given: dict[str, Any], 
         units.seconds(HostWork(stood_in=(f"Linear{of}.forward", f"Linear{of}.backward"))) for of in ("", name)
     )
     assert (divided > whole) == bool(name)
+
+
+def test_an_update_takes_what_transformer_engines_does_for_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for parameter in parameters[:2]:
+        parameter.grad = torch.ones(2)
+    counter, seen = WorkCounter(), []
+    counter.stands_in = load_units().stands_in
+    step = shims._update(lambda optimizer: seen.append((counter.function, counter.muted)))
+    optimizer = torch.optim.Adam(parameters)
+    step(optimizer)
+    monkeypatch.setattr(WorkCounter, "current", counter)
+    step(optimizer)
+    counter.stands_in = frozenset()
+    step(optimizer)
+    names = ("FusedAdam parameter",) * 2
+    assert seen == [(None, 0), ((1, *names), 1), (None, 0)]
+    one, two = (HostWork(stood_in=tuple(f"{name}.forward" for name in of)) for of in (names[:1], names))
+    assert load_units().seconds(one) > 5e-6
+    assert load_units().seconds(two) == pytest.approx(2 * load_units().seconds(one))

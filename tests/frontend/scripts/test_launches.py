@@ -81,6 +81,19 @@ def test_what_is_filled_is_as_large_as_what_is_made() -> None:
     assert launched(called(torch.clone), fills=False) == []
 
 
+@pytest.mark.usefixtures("in_order")
+def test_each_result_is_filled_by_itself() -> None:
+    def normed(x: Tensor) -> Tensor:
+        return torch.native_layer_norm(x, (8,), None, None, 1e-5)[0]
+
+    made = called(normed).all_input_nodes[0]
+    filled = [launch.bytes_written for launch in beside(made, True, True)]
+    assert filled == [16 * 8 * 4, 16 * 4, 16 * 4], "what is normed, means and deviations"
+    assert len(filled) == fills(normed)
+    made.meta[REGION] = KernelRegion(maker=FUSED, number=1)
+    assert len(list(beside(made, True, True))) == 4, "and a workspace of Transformer Engine's"
+
+
 def test_additions_by_index_are_sorted_where_they_have_an_order() -> None:
     node = called(
         lambda x, index, added: x.index_add_(0, index, added), torch.arange(4096) % 16, torch.ones(4096, 8)
