@@ -33,13 +33,13 @@ from torch import Tensor, _meta_registrations
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _foreach_utils, checkpoint
+from torch.utils import _device, _foreach_utils, checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
-from echograph.frontend.scripts import places, streams, values
+from echograph.frontend.scripts import places, smi, streams, values
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.autocast import as_on_cuda
 from echograph.frontend.scripts.fakes import option_for
@@ -470,6 +470,9 @@ class OnTheDevice(TorchFunctionMode):
         if answer is not None and (given := answer(self, func, args, kwargs)) is not NotImplemented:
             return given
         args, kwargs = _on_the_host(func, args, kwargs)
+        default = _device.CURRENT_DEVICE
+        if default is not None and kwargs.get("device") is None and func in _device._device_constructors():
+            kwargs = kwargs | {"device": default}
         if "device" in kwargs and is_gpu(kwargs["device"]):
             kwargs = kwargs | {"device": _CPU}
             made = self._on_gpu(func, args, kwargs)
@@ -740,8 +743,20 @@ def present(world: World, note: NoteTaker = lambda _: None, counter: HostCounter
             enter(patched(owner, "_engine_run_backward", lambda f: _again(make, f)))
         enter(deciding(world.decided, note, world.asked))
         enter(places.answered(world.local_rank))
+        if world.gpus:
+            enter(smi.answering(_of_smi(), min(world.local_size, world.size), note))
         with make():
             yield
+
+
+def _of_smi() -> dict[str, str]:
+    """What `nvidia-smi` says of a GPU that nobody uses."""
+    total = f"{MEMORY_BYTES // 2**20} MiB"
+    name, capability = Properties.name, f"{Properties.major}.{Properties.minor}"
+    return {
+        "index": "", "name": name, "gpu_name": name, "compute_cap": capability, "memory.total": total,
+        "memory.free": total, "memory.used": "0 MiB", "utilization.gpu": "0 %", "utilization.memory": "0 %",
+    }  # fmt: skip
 
 
 def _streams() -> Iterator[AbstractContextManager[None]]:
@@ -761,6 +776,23 @@ def _moves(world: World) -> Iterator[AbstractContextManager[None]]:
         yield patched(torch.nn.Module, "to", _to)
         yield as_on_cuda()
         yield patched(torch.amp.GradScaler, "__init__", _scaler)
+        yield patched(torch, "set_default_tensor_type", _set_default_type)
+
+
+def _set_default_type(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`torch.set_default_tensor_type`, where one of a GPU says the device as well."""
+
+    def set_type(kind: Any) -> None:
+        module, _, name = (kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}").rpartition(".")
+        on_the_gpu = module == "torch.cuda" and name in OLD_TYPES
+        if on_the_gpu:
+            torch.set_default_dtype(OLD_TYPES[name].dtype)
+        else:
+            original(kind)
+        if on_the_gpu or torch.get_default_device().type == "cuda":
+            torch.set_default_device("cuda" if on_the_gpu else "cpu")
+
+    return set_type
 
 
 @contextmanager

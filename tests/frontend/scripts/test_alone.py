@@ -1,0 +1,123 @@
+"""Scripts on one GPU run as `python` starts them: what a launcher would say is said where it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echograph.errors import CaptureError
+from echograph.frontend.scripts.capture import capture_script
+from echograph.frontend.scripts.run import Script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+from echograph.ir.formats import Imported
+
+_TRAIN = """import os, pickle, sys
+import torch
+{first}
+model = torch.nn.Linear(16, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.randn(32, 16, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def capture(folder: Path, first: str, size: int = 1) -> Imported:
+    path = folder / "train.py"
+    path.write_text(_TRAIN.format(first=first))
+    return capture_script(Script(path=path), World(size=size), TorchAdapter())
+
+
+def test_no_launcher_is_told_of(tmp_path: Path) -> None:
+    made = capture(tmp_path, "assert not {'RANK', 'WORLD_SIZE', 'LOCAL_RANK'} & os.environ.keys()")
+    assert not any("launcher" in note for note in made.notes)
+    with pytest.raises(CaptureError, match="AssertionError"):
+        capture(tmp_path, "assert 'RANK' not in os.environ", size=2)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))",
+        "torch.distributed.init_process_group('nccl')\nassert os.environ['WORLD_SIZE'] == '1'",
+    ],
+)
+def test_who_asks_a_launcher_has_one(tmp_path: Path, first: str) -> None:
+    made = capture(tmp_path, first)
+    assert "train.py asks for what a launcher sets: it runs as the one rank of torchrun" in made.notes
+
+
+def test_what_a_script_caught_is_why_it_left(tmp_path: Path) -> None:
+    left = "try:\n    raise ValueError('no such task')\nexcept ValueError:\n    sys.exit(3)"
+    with pytest.raises(CaptureError, match=r"train.py:4: ValueError: no such task") as caught:
+        capture(tmp_path, left)
+    assert caught.value.exit_code == 3
+
+
+def test_what_a_log_kept_is_why_it_ended(tmp_path: Path) -> None:
+    (tmp_path / "loguru.py").write_text("""
+class Logger:
+    def catch(self, exception=Exception, *, onerror=None):
+        def around(function):
+            def run():
+                try:
+                    function()
+                except Exception as error:
+                    onerror and onerror(error)
+            return run
+        return around
+logger = Logger()
+""")
+    logged = (
+        "from loguru import logger\n@logger.catch()\ndef main():\n    raise ValueError('no such task')\nmain()\n"
+    )
+    with pytest.raises(CaptureError, match=r"train.py:6: ValueError: no such task"):
+        capture(tmp_path, logged + "sys.exit()")
+
+
+def test_the_driver_s_command_knows_the_gpus(tmp_path: Path) -> None:
+    asked = """query = 'nvidia-smi --query-gpu=memory.total,memory.used --format=csv,nounits,noheader'
+total, used = os.popen(query).read().strip().split(",")
+assert (int(total), int(used)) == (81920, 0)
+assert os.system('nvidia-smi --query-gpu=power.draw 2> /dev/null') != 0
+"""
+    made = capture(tmp_path, asked)
+    assert any(note.startswith("nvidia-smi answers") for note in made.notes)
+
+
+def test_tensors_are_pickled(tmp_path: Path) -> None:
+    kept = """given = torch.ones(4, 2, device="cuda"), torch.nn.Parameter(torch.zeros(3))
+again = pickle.loads(pickle.dumps(given))
+assert [tuple(t.shape) for t in again] == [(4, 2), (3,)] and again[0].is_cuda and again[1].requires_grad
+assert again[0] is not given[0]
+"""
+    capture(tmp_path, kept)
+
+
+@pytest.mark.parametrize(
+    "default", ["torch.set_default_device('cuda')", "torch.set_default_tensor_type('torch.cuda.FloatTensor')"]
+)
+def test_tensors_are_on_the_default_device(tmp_path: Path, default: str) -> None:
+    # Each is asked twice: the first tensor is made before PyTorch looks for a GPU.
+    asked = f"""torch.set_default_device("cpu")
+{default}
+for _ in range(2):
+    assert torch.tensor([1.0]).is_cuda and torch.zeros(3).is_cuda
+assert torch.get_default_device().type == "cuda" and torch.nn.Linear(2, 2).weight.is_cuda
+assert not torch.zeros(3, device="cpu").is_cuda
+"""
+    capture(tmp_path, asked)
+
+
+def test_a_package_whose_import_failed_is_forgotten(tmp_path: Path) -> None:
+    inner = tmp_path / "whole" / "part" / "folder"
+    inner.mkdir(parents=True)
+    (tmp_path / "whole" / "__init__.py").write_text("import whole.part")
+    (tmp_path / "whole" / "part" / "__init__.py").write_text(
+        "import whole.part.folder\nimport not_installed_at_all"
+    )
+    with pytest.raises(CaptureError, match="install not_installed_at_all"):
+        capture(tmp_path, "import whole")
