@@ -124,7 +124,7 @@ _DISTRIBUTIONS = {
     "dotenv": "python-dotenv", "faiss": "faiss-cpu", "git": "gitpython", "google": "protobuf",
     "hydra": "hydra-core",
     "PIL": "pillow", "pkg_resources": '"setuptools<81"',
-    "pynvml": "nvidia-ml-py", "skimage": "scikit-image", "sklearn": "scikit-learn",
+    "pynvml": "nvidia-ml-py", "skbase": "scikit-base", "skimage": "scikit-image", "sklearn": "scikit-learn",
     "umap": "umap-learn", "yaml": "pyyaml",
 }  # fmt: skip
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"

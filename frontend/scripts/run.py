@@ -34,7 +34,7 @@ from echograph.frontend.pytorch.capture import fake_mode, plain_attention_masks,
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.pytorch.userfile import reason
-from echograph.frontend.scripts import fakes, launchers, older, stand_ins
+from echograph.frontend.scripts import fakes, imports, launchers, older, stand_ins
 from echograph.frontend.scripts.adapter import Adapter, once_imported, patched, replaced, unpatched
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
@@ -150,6 +150,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter(replaced(torch, "compile", _left_out))
         enter(stand_ins.standing_in(recorder.note))
         enter(older.installed(recorder.note))
+        enter(imports.put_off(recorder.note))
         enter(fakes.installed(script.fakes, recorder.note))
         enter(quiet_fakes())
         enter(cuda_operators())

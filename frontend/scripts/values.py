@@ -26,10 +26,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.overrides import has_torch_function
-from torch.utils._python_dispatch import _disable_current_modes
 
 from echograph.errors import CaptureError
-from echograph.frontend.pytorch.known_values import forget, is_in_place, is_known, is_small, know, real
+from echograph.frontend.pytorch.known_values import apart, forget, is_in_place, is_known, is_small, know, real
 from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.assertions import holds
 
@@ -61,7 +60,7 @@ def answer(tensor: Tensor, note: NoteTaker) -> Any:
         return known
     values = real(tensor)
     if values is not tensor:  # asked below functions of PyTorch: bounds of a slice are
-        with _disable_current_modes():
+        with apart():
             return values.item()
     constant = getattr(tensor, "constant", None)
     if constant is not None and not tensor.is_floating_point():
@@ -293,7 +292,7 @@ def _array(note: NoteTaker, tensor: Tensor, *_: Any, **__: Any) -> Any:
     line = caller()
     if line is not None:
         note(f"{line} reads a tensor's values as an array, which a capture does not have: 1 stands for each")
-    with _disable_current_modes():
+    with apart():
         return torch.ones((), dtype=tensor.dtype).expand(tensor.shape).numpy().copy()
 
 
@@ -371,7 +370,7 @@ def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
 def _know_all(out: Tensor, value: int) -> None:
     """All values of a small tensor are one that is known."""
     if isinstance(out, FakeTensor) and is_small(out):
-        with _disable_current_modes():
+        with apart():
             know(out, torch.full(out.shape, value, dtype=out.dtype))
 
 
@@ -420,7 +419,7 @@ def _from_array(original: Callable[..., Any]) -> Callable[..., Any]:
     def make(array: Any) -> Tensor:
         made: Tensor = original(array)
         if isinstance(made, FakeTensor):
-            with _disable_current_modes():
+            with apart():
                 know(made, original(array))
         return made
 
