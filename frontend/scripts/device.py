@@ -188,6 +188,8 @@ def remedy(error: BaseException, script: Path) -> str:
     if isinstance(error, ImportError) and re.search(r"requires|install(?!ed)", text):
         return "install what it names beside echograph"
     known = next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
+    if not known and isinstance(error, FileNotFoundError) and (made := option_for(error)):
+        return f"give the file, or have it made of the shapes of the model that takes it: {made}"
     if known is _DOWNLOAD:
         made = option_for(error)
         return f"{known}, or have it made of its shapes: {made}" if made else known
@@ -530,6 +532,19 @@ class OnTheDevice(TorchFunctionMode):
     def _question(self, func: Any, args: Any, kwargs: Any) -> Any:
         return QUESTIONS[func](self._note, *args) if isinstance(args[0], FakeTensor) else NotImplemented
 
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a comparison makes lies in order, as it did before PyTorch 1.7: scripts of accuracy go by that."""
+        if args[0].dtype != torch.bool or args[0].is_contiguous():
+            return NotImplemented
+        try:
+            return self._run(func, args, kwargs)
+        except (RuntimeError, ValueError):
+            line = values.caller() or "PyTorch"
+            self._note(
+                f"{line} views truth values that do not lie so, as PyTorch before 1.7 let it: a copy stands for it"
+            )
+            return self._run(Tensor.reshape, args, kwargs)
+
     def _device(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A number alone is a GPU's."""
         return torch.device("cuda", args[0]) if self._gpus and args and type(args[0]) is int else NotImplemented
@@ -709,6 +724,7 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     Tensor.pin_memory: lambda mode, func, args, kwargs: args[0],
     Tensor.is_pinned: lambda mode, func, args, kwargs: False,
     torch.device: OnTheDevice._device,
+    Tensor.view: OnTheDevice._view,
     Tensor.type: OnTheDevice._type,
     Tensor.cuda: OnTheDevice._cuda,
     Tensor.to: OnTheDevice._to,

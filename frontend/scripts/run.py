@@ -340,6 +340,8 @@ def _with_status(error: CaptureError, status: object) -> CaptureError:
 
 
 def _explained(script: Script, error: BaseException) -> CaptureError:
+    while isinstance(error.__cause__, ImportError):  # who imports by name says so in words of its own
+        error = error.__cause__
     where = script_line(script.path, error) or script.path.name
     if isinstance(error, SyntaxError) and error.filename is not None:
         where = f"{Path(error.filename).name}:{error.lineno}"

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.known_values import is_known
 from echograph.frontend.scripts import apex
+from echograph.frontend.scripts.adapter import once_imported, replaced
 from echograph.frontend.scripts.values import NoteTaker
 
 WRITES_ONLY = ("_fill_indices_kernel",)
@@ -49,7 +50,11 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
     finders: list[MetaPathFinder] = [parts, apex.Wanted(wanted)]
     sys.meta_path += finders
     try:
-        yield
+        with (
+            once_imported(_LOSSES, partial(_by_pytorch, note)),
+            once_imported("torchmetrics.metric", partial(_valid, note)),
+        ):
+            yield
     finally:
         for finder in finders:
             sys.meta_path.remove(finder)
@@ -59,6 +64,39 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
         # The next run names the same operators, however long something holds the modules of this one.
         for library in (library for module in made for library in vars(module).get("_held", ())):
             library._destroy()
+
+
+_LOSSES = "trl.kernels.chunked_logprob"
+"""TRL's losses of language models, each by a kernel in Triton and, for other devices, by PyTorch's operators."""
+
+
+@contextmanager
+def _by_pytorch(note: NoteTaker) -> Iterator[None]:
+    """In the context, TRL computes its losses by PyTorch's operators."""
+
+    def choose(_: Any) -> bool:
+        note("TRL's losses are kernels in Triton: its own PyTorch operators, which make the same, stand for them")
+        return False
+
+    module, choice = sys.modules[_LOSSES], "_use_triton"
+    with replaced(module, choice, choose) if hasattr(module, choice) else nullcontext():
+        yield
+
+
+@contextmanager
+def _valid(note: NoteTaker) -> Iterator[None]:
+    """In the context, metrics do not look whether there are more classes among values than was said."""
+
+    def choose(_: Any) -> bool:
+        note("torchmetrics does not hold values against the classes that it was told of: there are none")
+        return False
+
+    kind = sys.modules["torchmetrics.metric"].Metric
+    kind.validate_args = property(choose, lambda _, asked: None)
+    try:
+        yield
+    finally:
+        del kind.validate_args
 
 
 class _Parts(Loader, MetaPathFinder):

@@ -30,7 +30,7 @@ from torch.overrides import has_torch_function
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.known_values import apart, forget, is_in_place, is_known, is_small, know, real
 from echograph.frontend.scripts.adapter import patched, replaced
-from echograph.frontend.scripts.assertions import holds
+from echograph.frontend.scripts.assertions import extreme, holds
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
@@ -248,7 +248,11 @@ def _compare(kind: type, name: str) -> Any:
         where = caller()
         if _PRINTED.get():
             return plain(self, other)
-        if where is None and kind is StandInNumber:
+        frame = _asking()
+        if frame is not None and (of := extreme(frame)):
+            # A number that stands for one is the largest, or the smallest: what comes out stands for one as well.
+            return name in ("__gt__", "__ge__") if of == "max" else name in ("__lt__", "__le__")
+        if where is None and kind is float:
             required = _going_on()
             if required is not None:
                 return required

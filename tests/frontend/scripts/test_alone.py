@@ -121,3 +121,36 @@ def test_a_package_whose_import_failed_is_forgotten(tmp_path: Path) -> None:
     )
     with pytest.raises(CaptureError, match="install not_installed_at_all"):
         capture(tmp_path, "import whole")
+
+
+def test_the_largest_of_numbers_that_nobody_has_is_such_a_number(tmp_path: Path) -> None:
+    asked = """from collections import deque
+losses = deque(torch.randn(2, device="cuda")[i].item() for i in range(2))
+assert type(losses[0]) is not float
+top, low, best = max(losses), min(7.5, *losses), max(3.0, losses[0])
+assert type(top) is type(low) is type(best) is type(losses[0])
+"""
+    capture(tmp_path, asked)
+    with pytest.raises(CaptureError, match=r"train.py:8: a comparison with a tensor's value"):
+        capture(tmp_path, asked + "if best > 2:\n    pass")
+
+
+def test_truth_values_are_viewed_as_before(tmp_path: Path) -> None:
+    asked = """ranks = torch.ones(4, 5, device="cuda").topk(5)[1].t()
+right = ranks.eq(torch.zeros(1, 4, dtype=torch.int64, device="cuda").expand_as(ranks))
+assert right[:3].view(-1).float().sum(0).shape == ()
+"""
+    made = capture(tmp_path, asked)
+    assert any(note.startswith("train.py:5 views truth values that do not lie so") for note in made.notes)
+
+
+def test_who_imports_by_name_is_not_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("import no_such_package\nno_such_package.run()\n")
+    by_name = """import importlib
+try:
+    importlib.import_module("task")
+except ImportError as error:
+    raise RuntimeError("cannot load 'task'") from error
+"""
+    with pytest.raises(CaptureError, match=r"task.py:2: ModuleNotFoundError.*install no_such_package"):
+        capture(tmp_path, by_name)
