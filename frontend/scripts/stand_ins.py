@@ -549,6 +549,11 @@ def _efficient_attention(
     if isinstance(attn_bias, _Blocks):
         parts = (query[0], key[0], value[0])
         return attention_of_several(*parts, attn_bias.lengths, attn_bias.keys, p, scale, attn_bias.causal)[None]
+    if isinstance(attn_bias, Tensor) and query.dim() == 4:
+        # The kernel is the one that PyTorch took over.
+        parts = tuple(part.transpose(1, 2) for part in (query, key, value))
+        biased = torch.nn.functional.scaled_dot_product_attention(*parts, attn_bias, p, scale=scale)
+        return biased.transpose(1, 2)
     causal = isinstance(attn_bias, _Causal) or attn_bias is _Causal
     if attn_bias is not None and not causal:
         raise CaptureError(

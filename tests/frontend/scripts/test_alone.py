@@ -154,3 +154,30 @@ except ImportError as error:
 """
     with pytest.raises(CaptureError, match=r"task.py:2: ModuleNotFoundError.*install no_such_package"):
         capture(tmp_path, by_name)
+
+
+def test_attention_with_a_bias_of_xformers_is_pytorchs(tmp_path: Path) -> None:
+    asked = """from xformers.ops import memory_efficient_attention
+q = torch.nn.Parameter(torch.ones(2, 6, 4, 16, device="cuda"))
+made = memory_efficient_attention(q, q, q, attn_bias=torch.zeros(2, 4, 6, 6, device="cuda"), p=0.0, scale=0.25)
+assert made.shape == q.shape
+made.sum().backward()
+"""
+    made = capture(tmp_path, asked)
+    assert any(note.startswith("xformers is not installed") for note in made.notes)
+
+
+def test_checks_of_metrics_and_kernels_of_losses_are_left_to_pytorch(tmp_path: Path) -> None:
+    for name in ("torchmetrics", "trl", "trl/kernels"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "torchmetrics" / "metric.py").write_text("class Metric: pass\n")
+    (tmp_path / "trl" / "kernels" / "chunked_logprob.py").write_text("def _use_triton(device): return True\n")
+    asked = """from torchmetrics.metric import Metric
+from trl.kernels.chunked_logprob import _use_triton
+metric = Metric()
+metric.validate_args = True
+assert not metric.validate_args and not _use_triton(torch.device("cuda"))
+"""
+    told = " ".join(capture(tmp_path, asked).notes)
+    assert "torchmetrics does not hold values" in told and "TRL's losses are kernels in Triton" in told
