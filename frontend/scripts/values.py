@@ -11,6 +11,7 @@ What the host knows of small tensors (`frontend.pytorch.known_values`) is answer
 
 from __future__ import annotations
 
+import math
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -246,7 +247,8 @@ def _compare(kind: type, name: str) -> Any:
 
     def compare(self: Any, other: Any) -> Any:
         where = caller()
-        if _PRINTED.get():
+        # A number is itself, and finite.
+        if _PRINTED.get() or other is self or (isinstance(other, float) and math.isinf(other)):
             return plain(self, other)
         frame = _asking()
         if frame is not None and (of := extreme(frame)):
