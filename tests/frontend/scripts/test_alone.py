@@ -184,3 +184,27 @@ assert not metric.validate_args and not _use_triton(torch.device("cuda"))
 """
     told = " ".join(capture(tmp_path, asked).notes)
     assert "torchmetrics does not hold values" in told and "TRL's losses are kernels in Triton" in told
+
+
+_KEYED = """import torch
+class Mean(torch.nn.Module):
+    def forward(self, x):
+        self.total = x.sum()
+        return self.total
+    def __hash__(self):
+        return hash(("Mean", id(getattr(self, "total", None))))
+model, mean, kept = torch.nn.Linear(16, 8).cuda(), Mean(), []
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    loss = model(torch.randn(32, 16, device="cuda")).sum()
+    kept.append(mean(loss.detach()))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_module_may_be_another_key_by_and_by(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_KEYED)
+    capture_script(Script(path=path), World(), TorchAdapter())
