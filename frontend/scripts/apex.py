@@ -36,7 +36,7 @@ class Wanted(Loader, MetaPathFinder):
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         """One for each of them."""
-        if name in self._make and name not in self._made and _is_wanted():
+        if name in self._make and name not in self._made and is_wanted():
             self._made |= {module.__name__: module for module in self._make[name]()}
         return ModuleSpec(name, self, is_package=True) if name in self._made else None
 
@@ -48,7 +48,7 @@ class Wanted(Loader, MetaPathFinder):
         """It is complete."""
 
 
-def _is_wanted() -> bool:
+def is_wanted() -> bool:
     """Whether a module is being imported, and not only asked for, by code that does not go on without it."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(("<frozen importlib", imports.__file__)):

@@ -106,8 +106,11 @@ class _Parts(Loader, MetaPathFinder):
         self._names = names
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """One for each module of a stand-in."""
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self._names else None
+        """One for each module of a stand-in; of FlashAttention's, where the script has no other way without it."""
+        package = name.partition(".")[0]
+        if package not in self._names or (package == "flash_attn" and not apex.is_wanted()):
+            return None
+        return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """A module of names."""

@@ -208,3 +208,14 @@ def test_a_module_may_be_another_key_by_and_by(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(_KEYED)
     capture_script(Script(path=path), World(), TorchAdapter())
+
+
+def test_what_is_not_known_of_a_stand_in_is_not_there_for_who_has_another_way(tmp_path: Path) -> None:
+    asked = """try:
+    from flash_attn.ops.fused_dense import fused_mlp_func
+except ImportError:
+    fused_mlp_func = None
+from flash_attn.ops.fused_dense import FusedMLP
+assert fused_mlp_func is None and FusedMLP is not None
+"""
+    capture(tmp_path, asked)
