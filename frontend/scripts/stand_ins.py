@@ -408,6 +408,32 @@ class _RotaryEmbedding(torch.nn.Module):
         return turned if kv is None else (turned, _rotary(kv, cos, sin))
 
 
+class _FlashAttention(torch.nn.Module):
+    """`flash_attn.flash_attention.FlashAttention` of the first version."""
+
+    def __init__(self, softmax_scale: float | None = None, attention_dropout: float = 0.0, **_: Any) -> None:
+        super().__init__()
+        self.softmax_scale, self.dropout_p = softmax_scale, attention_dropout
+
+    def forward(
+        self, qkv: Tensor, key_padding_mask: Tensor | None = None, causal: bool = False,
+        cu_seqlens: Tensor | None = None, max_s: int | None = None, need_weights: bool = False,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Of (batch, sequence, 3, heads, head), or of sequences one behind the other."""
+        if key_padding_mask is not None or need_weights:
+            raise CaptureError(
+                "flash_attn's FlashAttention of padded sequences, or with its weights, is not known to a capture: "
+                "give it sequences of one length"
+            )
+        dropout_p = self.dropout_p if self.training else 0.0
+        q, k, v = qkv.unbind(dim=-3)
+        given: dict[str, Any] = {"dropout_p": dropout_p, "softmax_scale": self.softmax_scale, "causal": causal}
+        if cu_seqlens is None:
+            return flash_attention(q, k, v, **given), None
+        longest = max_s or 0
+        return _varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **given), None
+
+
 class _RmsNorm(torch.nn.RMSNorm):
     """`flash_attn.ops.rms_norm.RMSNorm`, and Triton's of the same name."""
 
@@ -466,16 +492,17 @@ def _flash_attn(note: NoteTaker) -> list[ModuleType]:
     modules_of = f"{name}.modules.mha"
     mha = _module(modules_of, **functions, __getattr__=partial(_name_in, modules_of))
     modules = _module(f"{name}.modules", mha=mha, __getattr__=partial(_name_in, f"{name}.modules"))
+    first = _module(f"{name}.flash_attention", FlashAttention=_FlashAttention)
     norm = _module(f"{name}.ops.triton.layer_norm", layer_norm_fn=_layer_norm, RMSNorm=_RmsNorm)
     triton = _module(f"{name}.ops.triton", layer_norm=norm)
     rms = _module(f"{name}.ops.rms_norm", RMSNorm=_RmsNorm)
     ops = _module(f"{name}.ops", triton=triton, rms_norm=rms)
     whole = _module(
-        name, __version__="2.8.3", flash_attn_interface=interface, layers=layers, ops=ops, modules=modules,
-        __getattr__=partial(_name_in, name), **functions,
+        name, __version__="2.8.3", flash_attn_interface=interface, flash_attention=first, layers=layers, ops=ops,
+        modules=modules, __getattr__=partial(_name_in, name), **functions,
     )  # fmt: skip
     third = _module("flash_attn_interface", flash_attn_func=attention, flash_attn_varlen_func=several)
-    return [whole, interface, layers, rotary, ops, triton, norm, rms, modules, mha, third]
+    return [whole, interface, layers, rotary, ops, triton, norm, rms, modules, mha, first, third]
 
 
 # -- xFormers ------------------------------------------------------------------------------------------------
@@ -554,8 +581,8 @@ def _efficient_attention(
         return attention_of_several(*parts, attn_bias.lengths, attn_bias.keys, p, scale, attn_bias.causal)[None]
     if isinstance(attn_bias, Tensor) and query.dim() == 4:
         # The kernel is the one that PyTorch took over.
-        parts = tuple(part.transpose(1, 2) for part in (query, key, value))
-        biased = torch.nn.functional.scaled_dot_product_attention(*parts, attn_bias, p, scale=scale)
+        q, k, v = (part.transpose(1, 2) for part in (query, key, value))
+        biased = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_bias, p, scale=scale)
         return biased.transpose(1, 2)
     causal = isinstance(attn_bias, _Causal) or attn_bias is _Causal
     if attn_bias is not None and not causal:

@@ -219,3 +219,14 @@ from flash_attn.ops.fused_dense import FusedMLP
 assert fused_mlp_func is None and FusedMLP is not None
 """
     capture(tmp_path, asked)
+
+
+def test_the_first_flash_attention_is_a_module(tmp_path: Path) -> None:
+    asked = """from flash_attn.flash_attention import FlashAttention
+qkv = torch.ones(2, 16, 3, 4, 32, device="cuda", dtype=torch.float16)
+made, none = FlashAttention(attention_dropout=0.0)(qkv, causal=True)
+assert made.shape == (2, 16, 4, 32) and none is None
+"""
+    capture(tmp_path, asked)
+    with pytest.raises(CaptureError, match="of padded sequences"):
+        capture(tmp_path, asked + "FlashAttention()(qkv, torch.ones(2, 16, device='cuda').bool())")
