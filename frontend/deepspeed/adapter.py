@@ -78,6 +78,7 @@ class DeepSpeedAdapter(TorchAdapter):
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "deepspeed": "deepspeed"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {"deepspeed": ("0.19", "0.20")}
     counts_optimizer_steps: ClassVar[bool] = False
+    runs_alone: ClassVar[bool] = False  # its initialization asks for what a launcher says
     # ZeRO-3 learns in a first forward pass in which order parameters are used, and ranks compare that in a second.
     steady_step: ClassVar[int] = 3
 

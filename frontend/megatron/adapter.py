@@ -112,6 +112,7 @@ class MegatronAdapter(TorchAdapter):
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "megatron": "megatron"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {DISTRIBUTION: TESTED}
     compiles: ClassVar[tuple[str, ...]] = ("megatron.core",)
+    runs_alone: ClassVar[bool] = False  # its initialization asks for what a launcher says
 
     @contextmanager
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:

@@ -56,6 +56,13 @@ _READS = (
 )  # fmt: skip
 
 
+@contextmanager
+def apart() -> Iterator[None]:
+    """In the context, PyTorch computes: neither a capture sees it, nor does a default device (`cuda`) count."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
 def real(given: Any) -> Any:
     """A tensor's values where they are known; else what is given."""
     known = _with_values(given) if isinstance(given, FakeTensor) else _UNKNOWN
@@ -74,7 +81,7 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any]
     given = _with_values((args, kwargs))
     if given is _UNKNOWN:
         return None
-    with _disable_current_modes():
+    with apart():
         return (func(*given[0], **given[1]),)
 
 
@@ -82,7 +89,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     """Gives what a function of PyTorch made the values that it has, if those of its arguments are known."""
     first: Any = args[0] if args else None
     if func in _MADE_LIKE and isinstance(out, FakeTensor) and is_small(out):
-        with _disable_current_modes():
+        with apart():
             args = (torch.empty(first.shape if "like" in func.__name__ else 0, dtype=torch.bool), *args[1:])
         kwargs = {**kwargs, "dtype": out.dtype}
     elif func not in _MADE and not _may_be_known(first):
@@ -97,7 +104,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
             forget(kwargs.get("out", first))
         return
     try:
-        with _disable_current_modes():
+        with apart():
             values = (_histogram if func in _COUNTING[:2] else func)(*given[0], **given[1])
     except (RuntimeError, TypeError, ValueError, IndexError):
         if in_place:  # as where all elements are one in memory
@@ -156,7 +163,7 @@ def rewritten(tensors: Sequence[Tensor], given: Tensor, made: Tensor | None) -> 
         if not made.numel() or tensor.numel() % made.numel() or made.dtype != tensor.dtype:
             forget(tensor)
             continue
-        with _disable_current_modes(), torch.no_grad():
+        with apart(), torch.no_grad():
             values = made.flatten().repeat(tensor.numel() // made.numel()).view(tensor.shape)
             if _with_values(tensor) is not _UNKNOWN:
                 values = getattr(tensor, _VALUES).copy_(values)
@@ -180,7 +187,7 @@ def told(tensor: Tensor) -> Tensor | None:
 
 def copied(values: Tensor) -> Tensor:
     """Values in memory of their own, which what is written to the tensor that they are of does not change."""
-    with _disable_current_modes():
+    with apart():
         return values.detach().clone()
 
 
@@ -188,7 +195,7 @@ def keep(tensor: Tensor, out: Tensor) -> None:
     """What a tensor becomes that is brought elsewhere has its values."""
     known = _with_values(tensor)
     if known is not _UNKNOWN and isinstance(out, FakeTensor) and out.shape == tensor.shape:
-        with _disable_current_modes():
+        with apart():
             setattr(out, _VALUES, known.to(out.dtype, copy=True))
 
 
@@ -217,7 +224,7 @@ def _count_evenly(counted: FakeTensor, out: Any) -> None:
     """
     if isinstance(out, FakeTensor) and out.dim() == 1 and not counted.is_floating_point() and is_small(out):
         each, more = divmod(counted.numel(), max(1, out.numel()))
-        with _disable_current_modes():
+        with apart():
             setattr(out, _VALUES, torch.full(out.shape, each, dtype=out.dtype))
             getattr(out, _VALUES)[:more] += 1
         setattr(out, _ALIKE, True)
@@ -233,7 +240,7 @@ def exchanged(func: Any, args: tuple[Any, ...], out: Any) -> None:
     from torch.distributed import distributed_c10d
 
     mine = getattr(args[0], _VALUES)
-    with _disable_current_modes():
+    with apart():
         if name == _EXCHANGES[0] and out.shape == args[0].shape:
             group = distributed_c10d._resolve_process_group(args[3])  # type: ignore[attr-defined]
             mine = mine.view(group.size(), -1)[group.rank()].repeat(group.size())
@@ -367,7 +374,7 @@ def _equals_none(func: Any, args: tuple[Any, ...], out: Any) -> bool:
     unknown = isinstance(numbers, FakeTensor) and numbers.is_floating_point() and not is_known(numbers)
     if not unknown or not plain_numbers or not isinstance(out, FakeTensor):
         return False
-    with _disable_current_modes():  # one element, however large the tensor
+    with apart():  # one element, however large the tensor
         setattr(out, _VALUES, torch.tensor(_EQUALS[func]).expand(out.shape))
     return True
 
@@ -389,7 +396,7 @@ def _positions(index: Any) -> Any:
         if isinstance(part, slice):
             made.append(slice(*map(_number, (part.start, part.stop, part.step))))
         elif isinstance(part, FakeTensor) and part.dtype == torch.bool and part.dim() and is_known(part):
-            with _disable_current_modes():
+            with apart():
                 places = real(part).nonzero(as_tuple=True)
             made += [_fake(place, part) for place in places]
         else:
@@ -407,7 +414,7 @@ def _number(given: Any) -> Any:
     known = real(given)
     if known is given or known.dim() > 1:
         return given
-    with _disable_current_modes():
+    with apart():
         return known.tolist()
 
 
@@ -438,7 +445,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
             return func(args[0], _positions(args[1]), *args[2:])
         cuts = tree_map_only(FakeTensor, _number, (args[1:], kwargs))
         return func(args[0], *cuts[0], **cuts[1])
-    with _disable_current_modes():
+    with apart():
         values = func(*given[0], **given[1])
     like = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor))
     return tree_map_only(Tensor, lambda value: _fake(value, like), values)

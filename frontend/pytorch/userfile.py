@@ -31,7 +31,8 @@ _LONGEST_REASON = 200
 
 def reason(error: BaseException) -> str:
     """Type and first line of an exception; of one that says nothing, as an `assert`, the code that raised it."""
-    first_line = (str(error).strip().splitlines() or [_code(error) or "no message"])[0]
+    lines = str(error).strip().splitlines() or [_code(error) or "no message"]
+    first_line = " ".join(lines[: 1 + lines[0].endswith(":")])
     return f"{type(error).__name__}: {first_line[:_LONGEST_REASON]}"
 
 

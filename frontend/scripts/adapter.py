@@ -59,6 +59,7 @@ class Adapter:
         host: the framework whose layers were measured in place (`profiler/devices/host_work.toml`) and which its
             scripts run; "": none of them.
         compiles: modules whose functions are compiled one by one (`torch.compile`) where they are imported.
+        runs_alone: whether its scripts run on one GPU without a launcher.
     """
 
     name: ClassVar[str] = ""
@@ -69,6 +70,7 @@ class Adapter:
     stack: ClassVar[str] = ""
     host: ClassVar[str] = ""
     compiles: ClassVar[tuple[str, ...]] = ()
+    runs_alone: ClassVar[bool] = False
 
     def check(self) -> list[str]:
         """What is to be said of the installed versions, a line each.

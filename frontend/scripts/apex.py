@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dis import Bytecode
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType, SimpleNamespace
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from echograph.errors import CaptureError
+from echograph.frontend.scripts import imports
 
 _SCALE = 65536.0
 
@@ -36,7 +36,7 @@ class Wanted(Loader, MetaPathFinder):
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         """One for each of them."""
-        if name in self._make and name not in self._made and _is_wanted():
+        if name in self._make and name not in self._made and is_wanted():
             self._made |= {module.__name__: module for module in self._make[name]()}
         return ModuleSpec(name, self, is_package=True) if name in self._made else None
 
@@ -48,17 +48,14 @@ class Wanted(Loader, MetaPathFinder):
         """It is complete."""
 
 
-def _is_wanted() -> bool:
+def is_wanted() -> bool:
     """Whether a module is being imported, and not only asked for, by code that does not go on without it."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+    while frame is not None and frame.f_code.co_filename.startswith(("<frozen importlib", imports.__file__)):
         if frame.f_code.co_filename == "<frozen importlib.util>":
             return False
         frame = frame.f_back
-    if frame is None:
-        return False
-    code: Any = Bytecode(frame.f_code)
-    return not any(entry.start <= frame.f_lasti < entry.end for entry in code.exception_entries)
+    return frame is not None and not imports.is_caught(frame)
 
 
 def _initialize(models: Any, optimizers: Any = None, enabled: bool = True, opt_level: str = "O1", **_: Any) -> Any:

@@ -26,6 +26,23 @@ def holds(frame: FrameType) -> bool | None:
     return None if span is None else _required(frame.f_code.co_filename).get(span)
 
 
+def extreme(frame: FrameType) -> str:
+    """Whether a frame is in a call of `max` or `min`, which compares to choose a number: its name; "": neither."""
+    span = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    return "" if span is None else _extremes(frame.f_code.co_filename).get(span, "")
+
+
+@cache
+def _extremes(file: str) -> dict[_Span, str]:
+    """Calls of `max` and `min` in a file."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # no source
+        return {}
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+    return {_span(call): call.func.id for call in calls if call.func.id in ("max", "min")}  # type: ignore[attr-defined]
+
+
 @cache
 def _required(file: str) -> dict[_Span, bool]:
     """Places in a file (first and last line, first and last column) and what is to be true there."""

@@ -780,14 +780,20 @@ def capture_script(
     first = ranks[0] if ranks else 0
     say(f"running {script.path.name} as a rank of {world.size}")
     results: Results = {}
-    alone = replace(world, rank=first)
+    by_python = adapter.runs_alone and world.size == 1 and world.launched
+    alone = replace(world, rank=first, launched=not by_python)
     try:
         runs = [run_script(script, alone, adapter, results)]
-    except CaptureError:
+    except CaptureError as error:
+        if by_python and _asks_for_launcher(error, alone):
+            notes[f"{script.path.name} asks for what a launcher sets: it runs as the one rank of torchrun"] = None
+            runs = [run_script(script, replace(alone, launched=True), adapter, results)]
         # It may have gone a way that rank 0 alone would go.
-        if not (unlike := _unlike(script, world, adapter, [alone])):
+        elif unlike := _unlike(script, world, adapter, [alone]):
+            again = replace(world, unlike=world.unlike | unlike)
+            return capture_script(script, again, adapter, ranks=ranks, say=say)
+        else:
             raise
-        return capture_script(script, replace(world, unlike=world.unlike | unlike), adapter, ranks=ranks, say=say)
     mesh = _mesh(runs[0])
     names = called_by_use(runs[0], mesh)
     mesh = {names.get(axis, axis): size for axis, size in mesh.items()}
@@ -809,6 +815,15 @@ def capture_script(
     if warnings and script.strict:
         raise CaptureError(f"{next(iter(warnings))} (--strict)")
     return Imported(graph=count_job_flops(job), notes=tuple(notes), warnings=tuple(warnings))
+
+
+def _asks_for_launcher(error: CaptureError, world: World) -> bool:
+    """Whether a script ended for want of what a launcher tells its processes by their environment."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    missing = (cause.args[0] for cause in causes if isinstance(cause, KeyError) and cause.args)
+    return not world.environment.keys().isdisjoint(name for name in missing if isinstance(name, str))
 
 
 def _unlike(script: Script, world: World, adapter: Adapter, ran: Sequence[World]) -> frozenset[Shared]:

@@ -33,13 +33,13 @@ from torch import Tensor, _meta_registrations
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _foreach_utils, checkpoint
+from torch.utils import _device, _foreach_utils, checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
-from echograph.frontend.scripts import places, streams, values
+from echograph.frontend.scripts import places, smi, streams, values
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.autocast import as_on_cuda
 from echograph.frontend.scripts.fakes import option_for
@@ -124,7 +124,7 @@ _DISTRIBUTIONS = {
     "dotenv": "python-dotenv", "faiss": "faiss-cpu", "git": "gitpython", "google": "protobuf",
     "hydra": "hydra-core",
     "PIL": "pillow", "pkg_resources": '"setuptools<81"',
-    "pynvml": "nvidia-ml-py", "skimage": "scikit-image", "sklearn": "scikit-learn",
+    "pynvml": "nvidia-ml-py", "skbase": "scikit-base", "skimage": "scikit-image", "sklearn": "scikit-learn",
     "umap": "umap-learn", "yaml": "pyyaml",
 }  # fmt: skip
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
@@ -188,6 +188,8 @@ def remedy(error: BaseException, script: Path) -> str:
     if isinstance(error, ImportError) and re.search(r"requires|install(?!ed)", text):
         return "install what it names beside echograph"
     known = next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
+    if not known and isinstance(error, FileNotFoundError) and (made := option_for(error)):
+        return f"give the file, or have it made of the shapes of the model that takes it: {made}"
     if known is _DOWNLOAD:
         made = option_for(error)
         return f"{known}, or have it made of its shapes: {made}" if made else known
@@ -470,6 +472,9 @@ class OnTheDevice(TorchFunctionMode):
         if answer is not None and (given := answer(self, func, args, kwargs)) is not NotImplemented:
             return given
         args, kwargs = _on_the_host(func, args, kwargs)
+        default = _device.CURRENT_DEVICE
+        if default is not None and kwargs.get("device") is None and func in _device._device_constructors():
+            kwargs = kwargs | {"device": default}
         if "device" in kwargs and is_gpu(kwargs["device"]):
             kwargs = kwargs | {"device": _CPU}
             made = self._on_gpu(func, args, kwargs)
@@ -526,6 +531,19 @@ class OnTheDevice(TorchFunctionMode):
 
     def _question(self, func: Any, args: Any, kwargs: Any) -> Any:
         return QUESTIONS[func](self._note, *args) if isinstance(args[0], FakeTensor) else NotImplemented
+
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a comparison makes lies in order, as it did before PyTorch 1.7: scripts of accuracy go by that."""
+        if args[0].dtype != torch.bool or args[0].is_contiguous():
+            return NotImplemented
+        try:
+            return self._run(func, args, kwargs)
+        except (RuntimeError, ValueError):
+            line = values.caller() or "PyTorch"
+            self._note(
+                f"{line} views truth values that do not lie so, as PyTorch before 1.7 let it: a copy stands for it"
+            )
+            return self._run(Tensor.reshape, args, kwargs)
 
     def _device(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A number alone is a GPU's."""
@@ -706,6 +724,7 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     Tensor.pin_memory: lambda mode, func, args, kwargs: args[0],
     Tensor.is_pinned: lambda mode, func, args, kwargs: False,
     torch.device: OnTheDevice._device,
+    Tensor.view: OnTheDevice._view,
     Tensor.type: OnTheDevice._type,
     Tensor.cuda: OnTheDevice._cuda,
     Tensor.to: OnTheDevice._to,
@@ -740,8 +759,20 @@ def present(world: World, note: NoteTaker = lambda _: None, counter: HostCounter
             enter(patched(owner, "_engine_run_backward", lambda f: _again(make, f)))
         enter(deciding(world.decided, note, world.asked))
         enter(places.answered(world.local_rank))
+        if world.gpus:
+            enter(smi.answering(_of_smi(), min(world.local_size, world.size), note))
         with make():
             yield
+
+
+def _of_smi() -> dict[str, str]:
+    """What `nvidia-smi` says of a GPU that nobody uses."""
+    total = f"{MEMORY_BYTES // 2**20} MiB"
+    name, capability = Properties.name, f"{Properties.major}.{Properties.minor}"
+    return {
+        "index": "", "name": name, "gpu_name": name, "compute_cap": capability, "memory.total": total,
+        "memory.free": total, "memory.used": "0 MiB", "utilization.gpu": "0 %", "utilization.memory": "0 %",
+    }  # fmt: skip
 
 
 def _streams() -> Iterator[AbstractContextManager[None]]:
@@ -761,6 +792,23 @@ def _moves(world: World) -> Iterator[AbstractContextManager[None]]:
         yield patched(torch.nn.Module, "to", _to)
         yield as_on_cuda()
         yield patched(torch.amp.GradScaler, "__init__", _scaler)
+        yield patched(torch, "set_default_tensor_type", _set_default_type)
+
+
+def _set_default_type(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`torch.set_default_tensor_type`, where one of a GPU says the device as well."""
+
+    def set_type(kind: Any) -> None:
+        module, _, name = (kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}").rpartition(".")
+        on_the_gpu = module == "torch.cuda" and name in OLD_TYPES
+        if on_the_gpu:
+            torch.set_default_dtype(OLD_TYPES[name].dtype)
+        else:
+            original(kind)
+        if on_the_gpu or torch.get_default_device().type == "cuda":
+            torch.set_default_device("cuda" if on_the_gpu else "cpu")
+
+    return set_type
 
 
 @contextmanager

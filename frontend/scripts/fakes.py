@@ -43,7 +43,7 @@ class Fakes:
     Attributes:
         data: name of a data set -> a file of rows with its columns (JSON lines, CSV, Parquet); None: as published.
         weights: name on the hub -> the configuration of the model, as its config.json has it.
-        files: names of files of weights that PyTorch downloads (`resnet50-0676ba61.pth`).
+        files: names of files of weights that PyTorch downloads, or loads (`resnet50-0676ba61.pth`).
         asked: names of all these that a script asked for.
     """
 
@@ -122,6 +122,8 @@ def option_for(error: BaseException) -> str:
         error: what the script raised; who asked, and for what, is in its frames.
     """
     option = ""
+    if isinstance(error, FileNotFoundError) and str(error.filename).endswith(WEIGHTS):
+        return f"--fake-weights {Path(error.filename).name}"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         package, asking = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if package.startswith("torchvision.datasets") and type(frame.f_locals.get("self")).__name__ in _IMAGES:
@@ -309,28 +311,43 @@ class AnyWeights(dict[str, Any]):
         return default
 
 
+# Files that hold a list of weights, and the shapes in it: what takes them counts them.
+_LISTS = {"lpips_weights.pt": [(1, width, 1, 1) for width in (64, 128, 256, 512, 512)]}
+WEIGHTS = (".pth", ".pt", ".ckpt", ".bin", ".tar", ".safetensors")
+"""Endings of files of weights."""
+
+
 def _file_of(url: str) -> str:
     return Path(urlparse(url).path).name
 
 
 def _files(names: frozenset[str], asked: set[str], note: NoteTaker) -> Iterator[Any]:
-    """In the contexts, files that PyTorch downloads are there; a model has what they say already."""
+    """In the contexts, files that PyTorch downloads or loads are there; a model has what they say already."""
     fetched: set[Path] = set()
+
+    def tell(name: str) -> None:
+        note(f"{name}: weights of the shapes of the model that takes them, as --fake-weights asks")
+        asked.add(name)
 
     def downloading(original: Callable[..., Any]) -> Callable[..., Any]:
         def download(url: str, dst: Any, *args: Any, **kwargs: Any) -> Any:
             if _file_of(url) not in names:
                 return original(url, dst, *args, **kwargs)
-            note(f"{_file_of(url)}: weights of the shapes of the model that takes them, as --fake-weights asks")
+            tell(_file_of(url))
             fetched.add(Path(dst).absolute())
-            asked.add(_file_of(url))
 
         return download
 
     def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            there = isinstance(f, str | os.PathLike) and Path(f).absolute() in fetched
-            return AnyWeights() if there else original(f, *args, **kwargs)
+            if not isinstance(f, str | os.PathLike):
+                return original(f, *args, **kwargs)
+            name = Path(f).name
+            if name in names and not Path(f).is_file():
+                tell(name)
+            elif Path(f).absolute() not in fetched:
+                return original(f, *args, **kwargs)
+            return [torch.empty(size) for size in _LISTS[name]] if name in _LISTS else AnyWeights()
 
         return load
 

@@ -73,7 +73,8 @@ class LivingTensors:
         self.optimizers: list[Optimizer] = []
         self.trained: int | None = None
         self.state_providers: list[Callable[[], None]] = []
-        self._paths: dict[nn.Module, str] = {}
+        # By identity: what a module says of itself as a key may change (a metric's is of its values).
+        self._paths: dict[int, tuple[nn.Module, str]] = {}
         self._told: list[tuple[Tensor, str, str]] = []
         self._known: dict[int, tuple[str, str, SharingGroups, Any]] = {}
         self._divided: dict[int, tuple[Tensor, SharingGroups, int]] = {}
@@ -88,18 +89,18 @@ class LivingTensors:
 
     def add_root(self, module: nn.Module) -> None:
         """A module that nothing but the script called."""
-        if module in self._paths:
+        if id(module) in self._paths:
             return
         parts = {path: plain(path) for path, _ in module.named_modules()}
         # A second model of a script (a teacher, say) is told from the first by its class.
         prefix = type(module).__name__ if self.roots and any(True for _ in module.parameters()) else ""
         self.roots.append(module)
         for path, part in module.named_modules():
-            self._paths.setdefault(part, ".".join(filter(None, (prefix, parts[path]))))
+            self._paths.setdefault(id(part), (part, ".".join(filter(None, (prefix, parts[path])))))
 
     def path_of(self, module: nn.Module) -> str:
         """Dotted path of a module in its root."""
-        return self._paths.get(module, "")
+        return self._paths.get(id(module), (module, ""))[1]
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """An optimizer that steps."""
@@ -151,7 +152,7 @@ class LivingTensors:
             if parameter.grad is not None:
                 self._keep(parameter.grad, annotate.GRADIENT, f"{name}.grad", self.shares_of(parameter))
         for root in self.roots:
-            prefix = self._paths[root]
+            prefix = self.path_of(root)
             for path, buffer in root.named_buffers():
                 self._keep(buffer, annotate.BUFFER, ".".join(filter(None, (prefix, plain(path)))))
         for optimizer in self.optimizers:
@@ -205,7 +206,7 @@ class LivingTensors:
     def parameters(self) -> Iterator[tuple[Tensor, str]]:
         """Parameters of the roots as they are now, with their names, each once."""
         for root in self.roots:
-            prefix = self._paths[root]
+            prefix = self.path_of(root)
             for path, parameter in root.named_parameters():
                 yield parameter, ".".join(filter(None, (prefix, plain(path))))
 

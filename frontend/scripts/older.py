@@ -43,6 +43,7 @@ _NAMES: dict[str, dict[str, str]] = {
             ("unicode_", "str_"),
         )},
     },
+    "peft": {"prepare_model_for_int8_training": "peft:prepare_model_for_kbit_training"},
     "torch._utils": {"_accumulate": "itertools:accumulate"},
     "torch.nn.modules.linear": {"_LinearWithBias": "torch.nn.modules.linear:NonDynamicallyQuantizableLinear"},
 }  # fmt: skip
@@ -61,6 +62,12 @@ _NAMED = {
     "librosa.feature.spectral": ("melspectrogram", "mfcc"), "librosa.filters": ("mel",),
     "librosa.util.utils": ("pad_center",),
 }  # fmt: skip
+# Arguments that have another name now: place of a class or function -> its old name -> the one it has.
+_RENAMED = {
+    "timm.scheduler.cosine_lr:CosineLRScheduler": {"t_mul": "cycle_mul", "decay_rate": "cycle_decay"},
+    "transformers.trainer:Trainer": {"tokenizer": "processing_class"},
+    "transformers.training_args:TrainingArguments": {"evaluation_strategy": "eval_strategy"},
+}
 
 
 @contextmanager
@@ -75,6 +82,10 @@ def installed(note: NoteTaker) -> Iterator[None]:
             stack.enter_context(once_imported(name, partial(_having, name, names, note)))
         for name, functions in _NAMED.items():
             stack.enter_context(once_imported(name, partial(_by_place, name, functions, note)))
+        for place, names in _RENAMED.items():
+            module, _, owner = place.partition(":")
+            stack.enter_context(once_imported(module, partial(_by_new_name, module, owner, names, note)))
+        stack.enter_context(once_imported("timm.models._factory", _without_nothing))
         for kept in (*_arguments(note), _modules(note)):
             stack.enter_context(kept)
         yield
@@ -180,6 +191,42 @@ def _by_place(module: str, functions: tuple[str, ...], note: NoteTaker) -> Itera
         for name in functions:
             if hasattr(sys.modules[module], name):
                 stack.enter_context(patched(sys.modules[module], name, taking))
+        yield
+
+
+@contextmanager
+def _without_nothing() -> Iterator[None]:
+    """In the context, timm hands models of a script no arguments that are None, as before it had its own."""
+
+    def entering(original: Callable[..., Any]) -> Callable[..., Any]:
+        def entrypoint(*args: Any, **kwargs: Any) -> Any:
+            make = original(*args, **kwargs)
+            if make.__module__.partition(".")[0] == "timm":
+                return make
+            return lambda **given: make(**{name: value for name, value in given.items() if value is not None})
+
+        return entrypoint
+
+    with patched(sys.modules["timm.models._factory"], "model_entrypoint", entering):
+        yield
+
+
+@contextmanager
+def _by_new_name(module: str, owner: str, names: Mapping[str, str], note: NoteTaker) -> Iterator[None]:
+    """In the context, a class takes arguments by the names that they had."""
+
+    def taking(original: Callable[..., Any]) -> Callable[..., Any]:
+        asked = inspect.signature(original).parameters
+
+        def take(*args: Any, **kwargs: Any) -> Any:
+            for old in [old for old in names if old in kwargs and old not in asked]:
+                note(f"{module}.{owner} has no argument {old} any more: {names[old]} is the same")
+                kwargs[names[old]] = kwargs.pop(old)
+            return original(*args, **kwargs)
+
+        return take
+
+    with patched(getattr(sys.modules[module], owner), "__init__", taking):
         yield
 
 

@@ -34,8 +34,8 @@ from echograph.frontend.pytorch.capture import fake_mode, plain_attention_masks,
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.pytorch.userfile import reason
-from echograph.frontend.scripts import fakes, launchers, older, stand_ins
-from echograph.frontend.scripts.adapter import Adapter, patched, replaced, unpatched
+from echograph.frontend.scripts import fakes, imports, launchers, older, stand_ins
+from echograph.frontend.scripts.adapter import Adapter, once_imported, patched, replaced, unpatched
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
 from echograph.frontend.scripts.recorder import ScriptRecorder, StepRecorded
@@ -150,6 +150,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter(replaced(torch, "compile", _left_out))
         enter(stand_ins.standing_in(recorder.note))
         enter(older.installed(recorder.note))
+        enter(imports.put_off(recorder.note))
         enter(fakes.installed(script.fakes, recorder.note))
         enter(quiet_fakes())
         enter(cuda_operators())
@@ -261,13 +262,14 @@ def _run(
     local_rank: int,
 ) -> None:
     status: object = 0
+    reported: list[BaseException] = []
 
     def told() -> Script:
         """Whose lines errors name: of a launcher, those of what it launched."""
         return replace(script, path=launched[-1]) if launched else script
 
     try:
-        with recorder, _children_end_here():
+        with recorder, _children_end_here(), once_imported("loguru", partial(_reporting, reported)):
             if script.module:
                 runpy.run_module(script.module, run_name="__main__", alter_sys=True)
             else:
@@ -282,15 +284,43 @@ def _run(
         raise
     except SystemExit as error:
         status = error.code
+        if error.__context__ is not None:  # it left for what it caught and printed
+            reported.append(error.__context__)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a script may raise what is no Exception
         raise _explained(told(), error) from error
     if not recorder.recorded:
-        raise _too_short(told(), recorder, status)
+        raise _too_short(told(), recorder, status, reported)
 
 
-def _too_short(script: Script, recorder: ScriptRecorder, status: object) -> CaptureError:
+@contextmanager
+def _reporting(reported: list[BaseException]) -> Iterator[None]:
+    """In the context, what `loguru.logger.catch` logs and keeps from its caller is written down."""
+    kind = type(importlib.import_module("loguru").logger)
+
+    def catching(original: Callable[..., Any]) -> Callable[..., Any]:
+        def catch(logger: Any, *args: Any, onerror: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+            def told(error: BaseException) -> None:
+                reported.append(error)
+                if onerror is not None:
+                    onerror(error)
+
+            return original(logger, *args, onerror=told, **kwargs)
+
+        return catch
+
+    with patched(kind, "catch", catching):
+        yield
+
+
+def _too_short(
+    script: Script, recorder: ScriptRecorder, status: object, reported: Sequence[BaseException]
+) -> CaptureError:
+    if reported:
+        error = _explained(script, reported[-1])
+        error.__cause__ = reported[-1]
+        return _with_status(error, status)
     ended = "" if status in (0, None) else f" with exit status {status}"
     did = f"{recorder.steps} training step{'' if recorder.steps == 1 else 's'}"
     left = status not in (0, None)
@@ -300,12 +330,18 @@ def _too_short(script: Script, recorder: ScriptRecorder, status: object) -> Capt
         else "a step ends where torch.optim's step does"
     )  # fmt: skip
     error = CaptureError(f"{script.path.name} ended{ended} after {did}, before step {script.step}: {remedy}")
+    return _with_status(error, status)
+
+
+def _with_status(error: CaptureError, status: object) -> CaptureError:
     if isinstance(status, int) and status:
         error.exit_code = status
     return error
 
 
 def _explained(script: Script, error: BaseException) -> CaptureError:
+    while isinstance(error.__cause__, ImportError):  # who imports by name says so in words of its own
+        error = error.__cause__
     where = script_line(script.path, error) or script.path.name
     if isinstance(error, SyntaxError) and error.filename is not None:
         where = f"{Path(error.filename).name}:{error.lineno}"
@@ -399,7 +435,10 @@ def _is_of(module: Any, roots: Sequence[Path]) -> bool:
     """Whether a module lies in some folders, and is not installed there; one without a file has folders itself."""
     with suppress(TypeError, ValueError, AttributeError):  # a stand-in, or what a script puts there
         named = getattr(module, "__file__", None)
-        places = [Path(named)] if named else [Path(place) for place in getattr(module, "__path__", ())]
+        try:
+            places = [Path(named)] if named else [Path(place) for place in getattr(module, "__path__", ())]
+        except KeyError:  # its parent is gone, whose import failed
+            return True
         return any(
             place.is_relative_to(root) and "site-packages" not in place.relative_to(root).parts
             for place in places

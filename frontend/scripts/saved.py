@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from echograph.errors import CaptureError
 from echograph.frontend.scripts.adapter import patched
@@ -47,6 +48,8 @@ class Saved:
             stack.callback(put_back, files.folder)
             stack.enter_context(patched(torch, "save", partial(self._saving, files)))
             stack.enter_context(patched(torch, "load", self._loading))
+            stack.enter_context(patched(FakeTensor, "__reduce_ex__", _by_number))
+            stack.callback(_PICKLED.clear)
             stack.enter_context(listening(files.opening))
             yield
 
@@ -85,6 +88,26 @@ class Saved:
                 return self._kept[name]
 
         return load
+
+
+_PICKLED: dict[int, Tensor] = {}
+"""Tensors of a run that were pickled: what is written of each is its number."""
+
+
+def _by_number(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce(tensor: Tensor, protocol: Any) -> Any:
+        if sys._getframe(1).f_code is copy.copy.__code__:  # which goes by what would be pickled
+            return original(tensor, protocol)
+        _PICKLED[id(tensor)] = tensor
+        return _unpickled, (id(tensor),)
+
+    return reduce
+
+
+def _unpickled(number: int) -> Tensor:
+    if number not in _PICKLED:
+        raise CaptureError("a tensor was pickled by a capture that has ended, without values: remove its file")
+    return copy.deepcopy(_PICKLED[number])
 
 
 _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.known_values import is_known
 from echograph.frontend.scripts import apex
+from echograph.frontend.scripts.adapter import once_imported, replaced
 from echograph.frontend.scripts.values import NoteTaker
 
 WRITES_ONLY = ("_fill_indices_kernel",)
@@ -49,7 +50,11 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
     finders: list[MetaPathFinder] = [parts, apex.Wanted(wanted)]
     sys.meta_path += finders
     try:
-        yield
+        with (
+            once_imported(_LOSSES, partial(_by_pytorch, note)),
+            once_imported("torchmetrics.metric", partial(_valid, note)),
+        ):
+            yield
     finally:
         for finder in finders:
             sys.meta_path.remove(finder)
@@ -61,6 +66,39 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
             library._destroy()
 
 
+_LOSSES = "trl.kernels.chunked_logprob"
+"""TRL's losses of language models, each by a kernel in Triton and, for other devices, by PyTorch's operators."""
+
+
+@contextmanager
+def _by_pytorch(note: NoteTaker) -> Iterator[None]:
+    """In the context, TRL computes its losses by PyTorch's operators."""
+
+    def choose(_: Any) -> bool:
+        note("TRL's losses are kernels in Triton: its own PyTorch operators, which make the same, stand for them")
+        return False
+
+    module, choice = sys.modules[_LOSSES], "_use_triton"
+    with replaced(module, choice, choose) if hasattr(module, choice) else nullcontext():
+        yield
+
+
+@contextmanager
+def _valid(note: NoteTaker) -> Iterator[None]:
+    """In the context, metrics do not look whether there are more classes among values than was said."""
+
+    def choose(_: Any) -> bool:
+        note("torchmetrics does not hold values against the classes that it was told of: there are none")
+        return False
+
+    kind = sys.modules["torchmetrics.metric"].Metric
+    kind.validate_args = property(choose, lambda _, asked: None)
+    try:
+        yield
+    finally:
+        del kind.validate_args
+
+
 class _Parts(Loader, MetaPathFinder):
     """Finds modules of stand-ins that are not there themselves: whatever is imported of them is a name."""
 
@@ -68,8 +106,11 @@ class _Parts(Loader, MetaPathFinder):
         self._names = names
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """One for each module of a stand-in."""
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self._names else None
+        """One for each module of a stand-in; of FlashAttention's, where the script has no other way without it."""
+        package = name.partition(".")[0]
+        if package not in self._names or (package == "flash_attn" and not apex.is_wanted()):
+            return None
+        return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """A module of names."""
@@ -367,6 +408,32 @@ class _RotaryEmbedding(torch.nn.Module):
         return turned if kv is None else (turned, _rotary(kv, cos, sin))
 
 
+class _FlashAttention(torch.nn.Module):
+    """`flash_attn.flash_attention.FlashAttention` of the first version."""
+
+    def __init__(self, softmax_scale: float | None = None, attention_dropout: float = 0.0, **_: Any) -> None:
+        super().__init__()
+        self.softmax_scale, self.dropout_p = softmax_scale, attention_dropout
+
+    def forward(
+        self, qkv: Tensor, key_padding_mask: Tensor | None = None, causal: bool = False,
+        cu_seqlens: Tensor | None = None, max_s: int | None = None, need_weights: bool = False,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Of (batch, sequence, 3, heads, head), or of sequences one behind the other."""
+        if key_padding_mask is not None or need_weights:
+            raise CaptureError(
+                "flash_attn's FlashAttention of padded sequences, or with its weights, is not known to a capture: "
+                "give it sequences of one length"
+            )
+        dropout_p = self.dropout_p if self.training else 0.0
+        q, k, v = qkv.unbind(dim=-3)
+        given: dict[str, Any] = {"dropout_p": dropout_p, "softmax_scale": self.softmax_scale, "causal": causal}
+        if cu_seqlens is None:
+            return flash_attention(q, k, v, **given), None
+        longest = max_s or 0
+        return _varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **given), None
+
+
 class _RmsNorm(torch.nn.RMSNorm):
     """`flash_attn.ops.rms_norm.RMSNorm`, and Triton's of the same name."""
 
@@ -425,16 +492,17 @@ def _flash_attn(note: NoteTaker) -> list[ModuleType]:
     modules_of = f"{name}.modules.mha"
     mha = _module(modules_of, **functions, __getattr__=partial(_name_in, modules_of))
     modules = _module(f"{name}.modules", mha=mha, __getattr__=partial(_name_in, f"{name}.modules"))
+    first = _module(f"{name}.flash_attention", FlashAttention=_FlashAttention)
     norm = _module(f"{name}.ops.triton.layer_norm", layer_norm_fn=_layer_norm, RMSNorm=_RmsNorm)
     triton = _module(f"{name}.ops.triton", layer_norm=norm)
     rms = _module(f"{name}.ops.rms_norm", RMSNorm=_RmsNorm)
     ops = _module(f"{name}.ops", triton=triton, rms_norm=rms)
     whole = _module(
-        name, __version__="2.8.3", flash_attn_interface=interface, layers=layers, ops=ops, modules=modules,
-        __getattr__=partial(_name_in, name), **functions,
+        name, __version__="2.8.3", flash_attn_interface=interface, flash_attention=first, layers=layers, ops=ops,
+        modules=modules, __getattr__=partial(_name_in, name), **functions,
     )  # fmt: skip
     third = _module("flash_attn_interface", flash_attn_func=attention, flash_attn_varlen_func=several)
-    return [whole, interface, layers, rotary, ops, triton, norm, rms, modules, mha, third]
+    return [whole, interface, layers, rotary, ops, triton, norm, rms, modules, mha, first, third]
 
 
 # -- xFormers ------------------------------------------------------------------------------------------------
@@ -511,6 +579,11 @@ def _efficient_attention(
     if isinstance(attn_bias, _Blocks):
         parts = (query[0], key[0], value[0])
         return attention_of_several(*parts, attn_bias.lengths, attn_bias.keys, p, scale, attn_bias.causal)[None]
+    if isinstance(attn_bias, Tensor) and query.dim() == 4:
+        # The kernel is the one that PyTorch took over.
+        q, k, v = (part.transpose(1, 2) for part in (query, key, value))
+        biased = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_bias, p, scale=scale)
+        return biased.transpose(1, 2)
     causal = isinstance(attn_bias, _Causal) or attn_bias is _Causal
     if attn_bias is not None and not causal:
         raise CaptureError(

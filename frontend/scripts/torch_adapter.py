@@ -151,6 +151,7 @@ class TorchAdapter(Adapter):
     stack: ClassVar[str] = "eager"
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {"torch": ("2.13", "2.14")}
+    runs_alone: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._stages = Stages()

@@ -11,6 +11,7 @@ What the host knows of small tensors (`frontend.pytorch.known_values`) is answer
 
 from __future__ import annotations
 
+import math
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,12 +27,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.overrides import has_torch_function
-from torch.utils._python_dispatch import _disable_current_modes
 
 from echograph.errors import CaptureError
-from echograph.frontend.pytorch.known_values import forget, is_in_place, is_known, is_small, know, real
+from echograph.frontend.pytorch.known_values import apart, forget, is_in_place, is_known, is_small, know, real
 from echograph.frontend.scripts.adapter import patched, replaced
-from echograph.frontend.scripts.assertions import holds
+from echograph.frontend.scripts.assertions import extreme, holds
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
@@ -61,7 +61,7 @@ def answer(tensor: Tensor, note: NoteTaker) -> Any:
         return known
     values = real(tensor)
     if values is not tensor:  # asked below functions of PyTorch: bounds of a slice are
-        with _disable_current_modes():
+        with apart():
             return values.item()
     constant = getattr(tensor, "constant", None)
     if constant is not None and not tensor.is_floating_point():
@@ -247,9 +247,14 @@ def _compare(kind: type, name: str) -> Any:
 
     def compare(self: Any, other: Any) -> Any:
         where = caller()
-        if _PRINTED.get():
+        # A number is itself, and finite.
+        if _PRINTED.get() or other is self or (isinstance(other, float) and math.isinf(other)):
             return plain(self, other)
-        if where is None and kind is StandInNumber:
+        frame = _asking()
+        if frame is not None and (of := extreme(frame)):
+            # A number that stands for one is the largest, or the smallest: what comes out stands for one as well.
+            return name in ("__gt__", "__ge__") if of == "max" else name in ("__lt__", "__le__")
+        if where is None and kind is float:
             required = _going_on()
             if required is not None:
                 return required
@@ -293,7 +298,7 @@ def _array(note: NoteTaker, tensor: Tensor, *_: Any, **__: Any) -> Any:
     line = caller()
     if line is not None:
         note(f"{line} reads a tensor's values as an array, which a capture does not have: 1 stands for each")
-    with _disable_current_modes():
+    with apart():
         return torch.ones((), dtype=tensor.dtype).expand(tensor.shape).numpy().copy()
 
 
@@ -371,7 +376,7 @@ def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
 def _know_all(out: Tensor, value: int) -> None:
     """All values of a small tensor are one that is known."""
     if isinstance(out, FakeTensor) and is_small(out):
-        with _disable_current_modes():
+        with apart():
             know(out, torch.full(out.shape, value, dtype=out.dtype))
 
 
@@ -420,7 +425,7 @@ def _from_array(original: Callable[..., Any]) -> Callable[..., Any]:
     def make(array: Any) -> Tensor:
         made: Tensor = original(array)
         if isinstance(made, FakeTensor):
-            with _disable_current_modes():
+            with apart():
                 know(made, original(array))
         return made
 

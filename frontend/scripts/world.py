@@ -32,6 +32,7 @@ class World:
         size: ranks of the job.
         local_size: ranks of a machine.
         gpus: whether it has a GPU for each of them.
+        launched: whether a launcher started it, and told it ranks by its environment; else `python` alone did.
         decided: which way the script goes at lines (`file.py:line`) where a tensor's value decides, or how many
             elements it finds there.
         asked: those of `decided` that the script came to; worlds that are copies share it.
@@ -45,6 +46,7 @@ class World:
     size: int = 1
     local_size: int = 8
     gpus: bool = True
+    launched: bool = True
     decided: Mapping[str, bool | int] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set, compare=False, repr=False)
     told: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict, compare=False, repr=False)
@@ -90,7 +92,11 @@ class World:
         from torch.distributed import distributed_c10d
 
         before = dict(os.environ)
-        os.environ.update(self.environment)
+        if self.launched:
+            os.environ.update(self.environment)
+        else:
+            for name in self.environment:  # of whatever the capture itself runs under
+                os.environ.pop(name, None)
         self._calls.clear()
         try:
             with ExitStack() as stack:
@@ -186,6 +192,8 @@ class World:
 
             if os.getpid() != here:
                 os._exit(0)  # a rank of its own, which the script forked: it is not this one
+            if not self.launched and url.startswith("env://") and "RANK" not in os.environ and rank == -1:
+                raise KeyError("RANK")
             if world_size not in (-1, self.size) or rank not in (-1, self.rank):
                 raise CaptureError(
                     f"the script starts its process group as rank {rank} of {world_size}, and is run as rank "

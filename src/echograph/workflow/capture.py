@@ -249,7 +249,9 @@ def _units(framework: str) -> HostUnits:
 
 def _is_file(name: str) -> bool:
     """Whether it names a file of weights, and not a model of the hub."""
-    return name.endswith((".pth", ".pt"))
+    from echograph.frontend.scripts.fakes import WEIGHTS
+
+    return name.endswith(WEIGHTS)
 
 
 def _alone(name: str, model: str | Path | None) -> str:

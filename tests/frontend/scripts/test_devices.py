@@ -48,7 +48,7 @@ ONLY_A_REAL_ONE = {
     "extension": ("import torch.utils.cpp_extension as e; e.load('x', ['x.cu'])", "torch.library.register_fake"),
     "runtime": ("import ctypes; ctypes.CDLL('libcudart.so.12')", "a real GPU"),
     "triton": ("import triton; triton.jit(lambda x: x)[1](1)", "torch.library.register_fake"),
-    "other package": ("import no_such_package_here", "install no_such_package_here"),
+    "other package": ("import no_such_package_here as it; it.run()", "install no_such_package_here"),
     "property": ("torch.cuda.get_device_properties(0).uuid", "no property 'uuid'"),
     "what nobody answers": ("torch.cuda.current_blas_handle()", "does not answer it: leave it out"),
     "driver": ("torch.cuda.utilization()", "a real GPU"),

@@ -178,3 +178,26 @@ def test_words_of_the_options(tmp_path: Path) -> None:
             parse_fakes(two)
     with pytest.raises(UsageError, match="vgg"):
         capture(script, fake_weights={"x": "vgg-19"})
+
+
+OF_A_FILE = """import torch
+model = torch.nn.Linear(8, 8)
+model.load_state_dict(torch.load("kept/first_stage.ckpt", map_location="cpu")["state_dict"])
+model.cuda()
+weights = torch.hub.load_state_dict_from_url("https://example.invalid/lpips_weights.pt", progress=False)
+assert [tuple(part.shape) for part in weights] == [(1, n, 1, 1) for n in (64, 128, 256, 512, 512)]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_file_of_weights_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CaptureError, match=r"train.py:3: .*--fake-weights first_stage.ckpt$"):
+        run(tmp_path, OF_A_FILE, Fakes())
+    fakes = Fakes(files=frozenset({"first_stage.ckpt", "lpips_weights.pt"}))
+    found = run(tmp_path, OF_A_FILE, fakes)
+    assert fakes.asked == {"first_stage.ckpt", "lpips_weights.pt"}
+    assert "first_stage.ckpt: weights of the shapes" in " ".join(found.recorder.notes)

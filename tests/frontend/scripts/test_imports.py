@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from echograph.errors import CaptureError
 from echograph.frontend.scripts.adapter import once_imported, replaced
+from echograph.frontend.scripts.run import Script, run_script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
 
 PLAIN = """import sys, torch
 import torch.distributed as dist
@@ -74,3 +78,81 @@ def test_hooks_are_there_from_the_import_on(tmp_path: Path, monkeypatch: pytest.
         pass
     assert "made_late" not in sys.modules
     assert sys.meta_path == finders
+
+
+_STEPS = """import sys, torch
+{first}
+model = torch.nn.Linear(16, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{then}
+for step in range(3):
+    model(torch.randn(32, 16, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def run(folder: Path, first: str, then: str = "") -> list[str]:
+    path = folder / "train.py"
+    path.write_text(_STEPS.format(first=first, then=then))
+    return list(run_script(Script(path=path), World(), TorchAdapter()).recorder.notes)
+
+
+_UNUSED = """import no_such_logger.pictures as pictures
+import no_such_logger
+from yaml.no_such_part import Thing
+from yaml import safe_load, no_such_name
+class Shown(torch.nn.Module, no_such_logger.Mixin):
+    def show(self, how: no_such_name[int] | None = None, thing: Thing | None = None): ...
+assert not isinstance(model := 3, no_such_name) and safe_load("3") == 3
+assert "no_such_logger" not in sys.modules
+"""
+
+
+def test_what_is_imported_and_not_used_need_not_be_there(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    notes = " ".join(run(tmp_path, _UNUSED))
+    assert "train.py:3 imports no_such_logger, which is not installed: nothing that is captured uses it" in notes
+    assert "train.py:5 imports no_such_name, which yaml has not" in notes
+
+
+@pytest.mark.parametrize(
+    ("use", "line"),
+    [
+        ("pictures.Writer()", "ModuleNotFoundError: No module named 'no_such_logger'.*: install no_such_logger"),
+        ("Shown()", "install no_such_logger beside echograph"),
+        ("no_such_logger.ready or 3", "install no_such_logger beside echograph"),
+        ("no_such_name('x')", "ImportError: cannot import name 'no_such_name' from 'yaml'"),
+        ("Thing(3)", "No module named 'yaml.no_such_part'"),
+    ],
+)
+def test_what_is_used_is_asked_for(tmp_path: Path, use: str, line: str) -> None:
+    pytest.importorskip("yaml")
+    with pytest.raises(CaptureError, match=rf"train.py:14: .*{line}"):
+        run(tmp_path, _UNUSED, "\n" + use)
+
+
+def test_another_way_is_taken_where_the_script_has_one(tmp_path: Path) -> None:
+    (tmp_path / "fast.py").write_text("import no_such_logger\n")
+    first = """import contextlib
+try:
+    import no_such_logger
+except ImportError:
+    no_such_logger = None
+try:
+    import fast
+except (ValueError, ModuleNotFoundError):
+    fast = None
+with contextlib.suppress(ImportError):
+    import no_such_logger as there
+    assert False
+assert no_such_logger is None and fast is None
+"""
+    assert not run(tmp_path, first)
+
+
+def test_what_the_script_has_itself_is_missing_at_once(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "__init__.py").write_text("from .built import fast")
+    with pytest.raises(CaptureError, match=r"No module named 'own.built'"):
+        run(tmp_path, "import own")

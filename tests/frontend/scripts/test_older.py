@@ -105,7 +105,7 @@ def test_filters_of_pictures_have_their_old_names(tmp_path: Path) -> None:
         ("import numpy\nnumpy.no_such_name", "train.py:4: AttributeError: module 'numpy' has no attribute"),
         ("import collections\ncollections.NoSuch", "module 'collections' has no attribute 'NoSuch'"),
         ("raise ImportError(\"'A' requires 'b>=0.6.0'\")", "'b>=0.6.0': install what it names beside echograph"),
-        ("import torch.no_such_module", "No module named 'torch.no_such_module'"),
+        ("from torch.no_such_module import it\nit()", "No module named 'torch.no_such_module'"),
         (
             "w = torch.zeros(2, requires_grad=True)\nx = w * 1\ny = x * x\nx += 1\ny.sum().backward()",
             "as on real ranks of today's PyTorch",
