@@ -119,6 +119,11 @@ def keep_in(folder: Path) -> None:
     _FOLDER.set(folder)
 
 
+def kept_in() -> Path | None:
+    """The folder that others remove, whatever a script does to its process; None: there is none."""
+    return _FOLDER.get()
+
+
 class Overwritten:
     """Files that a script writes anew, as they were before; on the disk, for scripts that end their process.
 

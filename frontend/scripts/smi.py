@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.saved import kept_in
 from echograph.frontend.scripts.values import NoteTaker
 
 _COMMAND = "nvidia-smi"
@@ -55,7 +56,7 @@ def answering(fields: Mapping[str, str], count: int, note: NoteTaker) -> Iterato
         return start
 
     with (
-        tempfile.TemporaryDirectory(prefix="echograph-") as folder,
+        tempfile.TemporaryDirectory(prefix="echograph-", dir=kept_in()) as folder,
         patched(subprocess.Popen, "__init__", telling),
     ):
         program = Path(folder, _COMMAND)
