@@ -47,6 +47,7 @@ def check(graph: StepGraph, base: Plan, over: dict[str, tuple[object, ...]], dra
         first = bounds.first(plan, chosen["gpus"])
         assert result.memory is not None
         for bound in (first, second):
+            assert type(bound.step_ps) is type(bound.memory_bytes) is float  # as results have them
             assert bound.step_ps <= result.step_ps, plan.given
             assert bound.memory_bytes <= result.memory.peak_bytes, plan.given
         compared += 1

@@ -185,7 +185,7 @@ class Bounds:
             if plan.pp > 1:
                 return ends, 0.0
             often = count * (1 if plan.reshard_after_forward is False else 2)
-            return ends, often * self._takes_ps("all_gather", np.diff(cost.held.before[0]), ranks).sum()
+            return ends, often * float(self._takes_ps("all_gather", np.diff(cost.held.before[0]), ranks).sum())
         parameters, _, gradients, _ = stages.of(cost.held.before).sum(axis=-1)
         gather = self._takes_ps("all_gather", parameters, ranks)
         reduce = self._takes_ps("reduce_scatter", gradients, ranks)
