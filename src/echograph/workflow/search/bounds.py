@@ -18,7 +18,8 @@ Nor is it shorter than what data-parallel ranks exchange in turn. The host, mess
 stage waits for only make a step longer.
 
 **Memory.** Parameters, optimizer state, gradients once they are made, and what the forward passes leave whose
-backward pass has not begun, which is counted along the schedule of the first and the last stage.
+backward pass has not begun, which is counted along the schedule of the first and the last stage; and what never
+goes through the allocator.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from echograph.workflow.plan import Plan, passes, schedule_of, with_stack
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.search.step_cost import StepBytes, StepCost, held_bytes, step_cost
 from echograph.workflow.shared import SharedSteps
-from echograph.workflow.system import System
+from echograph.workflow.system import System, runtime_of
 
 _NARROW = ("fp8", "nvfp4", "fp8_block")
 _NOT_OF_KERNELS = ("comm", "collective:", "host")
@@ -89,7 +90,7 @@ class PlanBound:
 
     Attributes:
         step_ps: picoseconds of a step.
-        memory_bytes: of the fullest device.
+        memory_bytes: of the fullest device, with what the framework holds beside.
     """
 
     step_ps: float
@@ -131,7 +132,8 @@ class Bounds:
         held, count = self._as_captured(self._micro_batch(plan), plan.recompute), self._micro_batches(plan, gpus)
         return PlanBound(
             step_ps=self.shorter * PS_PER_S * flops / rate if rate else 0.0,
-            memory_bytes=_memory_bytes(held, _of_ranks(plan) * _of_replicas(plan, gpus), plan, count),
+            memory_bytes=self._beside(plan, gpus)
+            + _memory_bytes(held, _of_ranks(plan) * _of_replicas(plan, gpus), plan, count),
         )
 
     def second(self, plan: Plan, gpus: int) -> PlanBound:
@@ -156,7 +158,8 @@ class Bounds:
         ends, shared = self._communication(cost, plan, gpus, count)
         return PlanBound(
             step_ps=self.shorter * max(self._stages[key].step_ps(ends), shared),
-            memory_bytes=_memory_bytes(cost.held, _of_replicas(plan, gpus), plan, count),
+            memory_bytes=self._beside(plan, gpus)
+            + _memory_bytes(cost.held, _of_replicas(plan, gpus), plan, count),
         )
 
     def _micro_batch(self, plan: Plan) -> int:
@@ -165,6 +168,13 @@ class Bounds:
     def _micro_batches(self, plan: Plan, gpus: int) -> int:
         ranks, samples = gpus // plan.model_ranks, self._micro_batch(plan)
         return (plan.global_batch or plan.pp * ranks * samples) // (ranks * samples)
+
+    def _beside(self, plan: Plan, gpus: int) -> int:
+        """Bytes beside tensors: the CUDA context, and a communicator for each axis that has ranks."""
+        runtime = runtime_of(plan.stack or self.graph.workload.stack, self.system.architecture)
+        sizes = plan.tp, plan.cp, plan.pp, gpus // plan.model_ranks
+        communicators = (runtime.nccl_pair_bytes if n == 2 else runtime.nccl_bytes for n in sizes if n > 1)
+        return runtime.cuda_context_bytes + sum(communicators)
 
     def _communication(self, cost: StepCost, plan: Plan, gpus: int, count: int) -> tuple[Float64, float]:
         """What data-parallel ranks exchange: behind each stage's last backward pass, and in all; picoseconds.
