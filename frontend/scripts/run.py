@@ -410,7 +410,7 @@ def _as_main(script: Script, arguments: Sequence[str]) -> Iterator[None]:
 def _settings_kept() -> Iterator[None]:
     """Puts back what a script sets for the whole process: the next rank begins as this one did."""
     limit, dtype, grad = sys.getrecursionlimit(), torch.get_default_dtype(), torch.is_grad_enabled()
-    precision = torch.get_float32_matmul_precision()
+    precision, device = torch.get_float32_matmul_precision(), _default_device()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     names = vars(builtins)
     before = dict(names)
@@ -424,11 +424,19 @@ def _settings_kept() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
         torch.set_float32_matmul_precision(precision)
+        if _default_device() != device:
+            torch.set_default_device(device)
         for number, handler in handlers.items():
             # None: no handler of Python's; signals are the main thread's.
             if handler is not None and signal.getsignal(number) is not handler:
                 with suppress(ValueError):
                     signal.signal(number, handler)
+
+
+def _default_device() -> torch.device | None:
+    """What `torch.set_default_device` was told; None: nothing."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
 
 
 def _is_of(module: Any, roots: Sequence[Path]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from echograph.errors import CaptureError
 from echograph.frontend.scripts.capture import capture_script
@@ -110,6 +111,7 @@ assert torch.get_default_device().type == "cuda" and torch.nn.Linear(2, 2).weigh
 assert not torch.zeros(3, device="cpu").is_cuda
 """
     capture(tmp_path, asked)
+    assert getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is None and not torch.zeros(3).is_cuda
 
 
 def test_a_package_whose_import_failed_is_forgotten(tmp_path: Path) -> None:
