@@ -149,6 +149,7 @@ def test_time_ends_it_with_what_is_known(dense: StepGraph) -> None:
     assert found.ended == "time" and not found.best and found.losers.not_reached > 0
 
 
+@pytest.mark.slow
 def test_with_a_time_that_is_long_enough_it_finds_the_same(dense: StepGraph) -> None:
     found, alone = search(dense, BASE, over=SMALL, time_s=3600.0), search(dense, BASE, over=SMALL)
     assert not found.ended and found.best == alone.best
