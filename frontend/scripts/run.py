@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _device
 
 from echograph.errors import CaptureError, EchoError, InputError
 from echograph.frontend.pytorch.capture import fake_mode, plain_attention_masks, quiet_fakes
@@ -410,7 +411,8 @@ def _as_main(script: Script, arguments: Sequence[str]) -> Iterator[None]:
 def _settings_kept() -> Iterator[None]:
     """Puts back what a script sets for the whole process: the next rank begins as this one did."""
     limit, dtype, grad = sys.getrecursionlimit(), torch.get_default_dtype(), torch.is_grad_enabled()
-    precision, device = torch.get_float32_matmul_precision(), _default_device()
+    precision, default = torch.get_float32_matmul_precision(), torch._GLOBAL_DEVICE_CONTEXT
+    device, context = _device.CURRENT_DEVICE, getattr(default, "device_context", None)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     names = vars(builtins)
     before = dict(names)
@@ -424,19 +426,13 @@ def _settings_kept() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
         torch.set_float32_matmul_precision(precision)
-        if _default_device() != device:
-            torch.set_default_device(device)
+        # The mode of a default device went with those that the script ran under.
+        _device.CURRENT_DEVICE, default.device_context = device, context
         for number, handler in handlers.items():
             # None: no handler of Python's; signals are the main thread's.
             if handler is not None and signal.getsignal(number) is not handler:
                 with suppress(ValueError):
                     signal.signal(number, handler)
-
-
-def _default_device() -> torch.device | None:
-    """What `torch.set_default_device` was told; None: nothing."""
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    return None if context is None else context.device
 
 
 def _is_of(module: Any, roots: Sequence[Path]) -> bool:
