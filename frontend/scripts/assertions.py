@@ -39,8 +39,9 @@ def _extremes(file: str) -> dict[_Span, str]:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:  # no source
         return {}
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
-    return {_span(call): call.func.id for call in calls if call.func.id in ("max", "min")}  # type: ignore[attr-defined]
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    named = ((call, call.func.id) for call in calls if isinstance(call.func, ast.Name))
+    return {_span(call): name for call, name in named if name in ("max", "min")}
 
 
 @cache

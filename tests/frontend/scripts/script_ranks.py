@@ -21,6 +21,14 @@ from echograph.profiler.comms.launch import STARTUP
 
 PROGRAMS = Path(__file__).with_name("programs")
 RANK = Path(__file__).with_name("script_rank.py")
+SMALL_TRAINING = """model = torch.nn.Linear(16, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.randn(32, 16, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+"""Three steps of a layer on a GPU, behind `import torch`."""
 Call = tuple[str, tuple[int, ...], int, str, int, str]
 """Operation, ranks of its group, bytes, type, the other rank of a message (or -1), phase ("": nobody knows)."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from script_ranks import SMALL_TRAINING
 
 from echograph.errors import CaptureError
 from echograph.frontend.scripts.capture import capture_script
@@ -14,16 +15,7 @@ from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
 from echograph.ir.formats import Imported
 
-_TRAIN = """import os, pickle, sys
-import torch
-{first}
-model = torch.nn.Linear(16, 8).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(3):
-    model(torch.randn(32, 16, device="cuda")).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
+_TRAIN = "import os, pickle, sys\nimport torch\n{first}\n" + SMALL_TRAINING
 
 
 def capture(folder: Path, first: str, size: int = 1) -> Imported:

@@ -9,22 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from script_ranks import SMALL_TRAINING
 
 from echograph.errors import CaptureError
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
 
-_TRAIN = """
-import torch
-{old}
-model = torch.nn.Linear(16, 8).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(3):
-    model(torch.randn(32, 16, device="cuda")).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
+_TRAIN = "\nimport torch\n{old}\n" + SMALL_TRAINING
 
 
 def _run(folder: Path, old: str) -> ScriptRun:

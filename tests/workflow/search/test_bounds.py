@@ -10,6 +10,8 @@ import pytest
 
 from echograph.errors import EchoError, PlanError
 from echograph.ir.graph import StepGraph
+from echograph.simulator.clusters import cluster_names, load_cluster
+from echograph.simulator.collectives import CollectiveName
 from echograph.simulator.durations import NetworkModel
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
@@ -186,6 +188,20 @@ def test_what_replicas_exchange_at_the_end_is_counted(dense: StepGraph) -> None:
     assert after - ahead == pytest.approx(1e12 * gather.seconds, rel=0.2)
     many = bounds.second(replace(plan, zero=2, micro_batch=1), 32).step_ps
     assert many > 1.2 * after
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", cluster_names())
+def test_all_buckets_at_once_take_no_longer_than_one_by_one(name: str, kind: CollectiveName) -> None:
+    """What bounds take for granted of what replicas exchange, on every cluster that ships."""
+    network = NetworkModel(load_cluster(name))
+    for count, apart in ((2, 1), (8, 1), (8, 4), (32, 2), (64, 8)):
+        if count * apart > network.cluster.max_gpus:
+            continue
+        ranks = range(0, count * apart, apart)
+        for size in (2.0**power for power in range(10, 34, 3)):
+            alone = network.time(kind, size, ranks).seconds
+            assert all(network.time(kind, n * size, ranks).seconds <= n * alone * (1 + 1e-9) for n in (2, 7, 64))
 
 
 def test_in_another_order_of_the_mesh_kernels_alone_count(dense: StepGraph) -> None:

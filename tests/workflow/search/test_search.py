@@ -338,3 +338,10 @@ def test_a_journal_of_something_else_is_refused(dense: StepGraph, tmp_path: Path
     path.write_text("not of a search\n\n")
     with pytest.raises(DataError, match="line 1 is no point"):
         search(dense, BASE, System("dgx-h100"), over=SMALL, journal_path=path)
+
+
+def test_a_schedule_that_cannot_run_so_few_micro_batches_is_refused_and_others_are_found(dense: StepGraph) -> None:
+    over = {"schedule": ("dualpipe-v", "interleaved"), "vpp": (2,), "pp": (2,), "tp": (1,)}
+    found = search(dense, Plan(gpus=8, global_batch=8), over=over, top=1)
+    assert found.best and found.best[0].plan.schedule != "dualpipe-v"
+    assert any("dualpipe-v" in reason for reason in found.losers.refused)

@@ -126,6 +126,9 @@ class Bounds:
         Args:
             plan: the plan, with a global batch.
             gpus: how many it runs on.
+
+        Raises:
+            PlanError: its schedule cannot run so many micro-batches.
         """
         flops = 0.0 if plan.capacity_factor is not None else self._flops * (plan.global_batch or 0)
         rate = self._rate(plan.precision) * gpus
@@ -143,16 +146,8 @@ class Bounds:
             EchoError: the plan does not fit the graph.
         """
         cost, count = self.step(plan), self._micro_batches(plan, gpus)
-        key = (
-            of_step(plan),
-            plan.pp,
-            plan.vpp,
-            schedule_of(plan),
-            plan.stage_layers,
-            count,
-            plan.zero,
-            _in_pairs(plan),
-        )
+        pipeline = plan.pp, plan.vpp, schedule_of(plan), plan.stage_layers, _in_pairs(plan)
+        key = of_step(plan), pipeline, plan.zero, count
         if key not in self._stages:
             self._stages[key] = _Stages.of(cost, plan, count)
         ends, shared = self._communication(cost, plan, gpus, count)

@@ -171,7 +171,7 @@ class Losers:
         known = (
             (self.slower, "slower, predicted"),
             (self.too_slow, "take too long"),
-            (self.slower_by_bound, "slower by their bound: their kernels alone take longer"),
+            (self.slower_by_bound, "slower by their bound: what it counts takes longer already"),
             (
                 self.too_large_by_bound + self.too_large,
                 f"do not fit in memory: the nearest lacks {lacks}{nearest}",
@@ -396,10 +396,10 @@ class _Search:
                 self.say("bounding plans", number)
             try:
                 plan = self.among.plan(chosen)
+                bound = self.bounds.first(plan, chosen["gpus"])
             except EchoError as error:
                 self.losers.refused[_kind_of(str(error))] += 1
                 continue
-            bound = self.bounds.first(plan, chosen["gpus"])
             least = self._least(bound, chosen["gpus"])
             if self._may_fit(bound, plan) and self._in_time(least):
                 # Neighbours have most in common, so turns go through the whole space first: by the bits reversed.
