@@ -200,7 +200,8 @@ IDLE: dict[tuple[str, str], dict[str, Case]] = {
         "--html": Case("{graph} --compare-clusters dgx-h100 --html {tmp}/p.html", "writes no plan or page"),
         "--output": Case("{graph} --moves greedy -o {tmp}/p.toml", "writes no plan or page"),
         "--cp-method": Case(
-            "{graph} --gpus 2 --global-batch 4 --fix cp=1 --top 1 --cp-method all-to-all --host-waits --fix pp=1",
+            "{graph} --gpus 2 --global-batch 4 --fix cp=1 --fix pp=1 --fix tp=1 --fix zero=0 --fix recompute=none"
+            " --top 1 --cp-method all-to-all",
             "--cp-method: has no effect here",
         ),
     },

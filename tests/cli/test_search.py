@@ -127,6 +127,7 @@ def test_clusters_are_compared(cli: Any, graph: Path) -> None:
     assert wrong.status == 2 and "--compare-clusters" in wrong.err
 
 
+@pytest.mark.slow
 def test_moves_tell_what_each_gained(cli: Any, graph: Path) -> None:
     asked = ("--gpus", 4, "--global-batch", 16, "--recompute", "full", "--moves", "greedy")
     record = cli("echosim", "plan", graph, *asked, "--json").json()

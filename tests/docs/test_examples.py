@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Of the scripts, model.py and train.py are run by the lines of the README.
 SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in ("model.py", "train.py")]
+# Their commands take longer than those of all other pages together.
+LONG = ("search.md", "analyze.md", "interchange.md", "extend/model.md", "extend/cluster.md")
 LINK = r"\]\((?!https?:|#|mailto:)([^)#\s]+)"
 
 TABLES = (PASSES, ENGINES, ALGORITHMS, PRODUCERS, OWN)
@@ -39,7 +41,15 @@ def graph(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> Path:
     return folder / "graph.pb"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page, marks=pytest.mark.slow if str(page).endswith(LONG) else (), id=str(page.relative_to(ROOT))
+        )
+        for page in PAGES
+    ],
+)
 def test_page(page: Path, graph: Path, warm: Path, tmp_path: Path) -> None:
     shutil.copy(graph, tmp_path)
     session = Session(tmp_path, warm)

@@ -75,7 +75,13 @@ def test_ethernet_is_slower_than_infiniband(compiled, simulated) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), [("bert-base-uncased", None), ("t5-small", None), ("resnet-50", None), ("mixtral-8x7b", 4)]
+    ("name", "layers"),
+    [
+        ("bert-base-uncased", None),
+        pytest.param("t5-small", None, marks=pytest.mark.slow),
+        pytest.param("resnet-50", None, marks=pytest.mark.slow),
+        ("mixtral-8x7b", 4),
+    ],
 )
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_folding_changes_no_prediction(

@@ -475,7 +475,7 @@ def piped(overlap: bool, schedule: str = "interleaved") -> JobGraph:
     return pipeline(local)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "dualpipe-v"])
+@pytest.mark.parametrize("schedule", ["interleaved", pytest.param("dualpipe-v", marks=pytest.mark.slow)])
 def test_a_pass_exchanges_while_the_one_beside_it_computes(schedule: str) -> None:
     """Paired passes run what they would run alone; the other's work stands between an exchange and its reader."""
     for alone, paired in zip(piped(False, schedule).programs, piped(True, schedule).programs, strict=True):
@@ -496,7 +496,7 @@ def test_a_pass_exchanges_while_the_one_beside_it_computes(schedule: str) -> Non
     assert hidden > (0.5 if schedule == "interleaved" else 0.2) * exchanged > 0
 
 
-@pytest.mark.parametrize("schedule", ["", "dualpipe-v"])
+@pytest.mark.parametrize("schedule", [pytest.param("", marks=pytest.mark.slow), "dualpipe-v"])
 def test_pairing_hides_the_exchange_of_experts(schedule: str) -> None:
     plan = Plan(gpus=32, pp=2, vpp=2, ep=16, global_batch=128, micro_batch=1, schedule=schedule)
     entry = get_model("qwen3-30b-a3b").with_config(num_hidden_layers=4)

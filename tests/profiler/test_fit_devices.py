@@ -55,12 +55,21 @@ def tables(measured_data: Path) -> KernelTable:
     return read_tables([measured_data / name for name in names])
 
 
+LONGEST = ("a100-sxm-80", "bf16")
+"""Of the products, those with the most rows: as long as all the others together."""
+
+
 def table_products(table: KernelTable, gpu: str, dtype: str) -> Products:
     return products(table.select(gpus=[gpu], ops=["gemm"], dtypes=["bfloat16" if dtype == "bf16" else dtype]))
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, dtype) for name, dtypes in PRODUCTS.items() for dtype in dtypes]
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=pytest.mark.slow if (name, dtype) == LONGEST else ())
+        for name, dtypes in PRODUCTS.items()
+        for dtype in dtypes
+    ],
 )
 def test_products_meet_the_bar_on_unseen_shapes(tables: KernelTable, name: str, dtype: str) -> None:
     choice = device_facts(name).rows

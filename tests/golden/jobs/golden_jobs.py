@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,9 +240,14 @@ def _plan_of(words: list[str]) -> Plan:
 def made(case: Case) -> Graph:
     """The job of a case."""
     its_own = HERE / "graphs" / f"{case.graph}.pb"
-    step = load(its_own if its_own.exists() else GRAPHS / f"{case.graph}.pb")
+    return case.make(_stored(its_own if its_own.exists() else GRAPHS / f"{case.graph}.pb"))
+
+
+@cache
+def _stored(path: Path) -> StepGraph:
+    step = load(path)
     assert isinstance(step, StepGraph)
-    return case.make(step)
+    return step
 
 
 def record(case: Case) -> dict[str, Any]:

@@ -27,7 +27,6 @@ US = 1_000_000
 # Kineto was told to record synchronisation in these two.
 WITH_WAITS = ("critical-path-alexnet", "critical-path-simple-add")
 WITHOUT_WAITS = tuple(name for name in PUBLISHED if name not in WITH_WAITS)
-AGAIN = ("cross-rank-critical-path", "critical-path-summary")
 everywhere = pytest.mark.parametrize("name", PUBLISHED)
 
 
@@ -274,12 +273,12 @@ def test_memory_bandwidth_summary(measured_data: Path, name: str) -> None:
         assert all(ours[key] == pytest.approx(other[key], rel=0.01) for key in ("mean", "std", "50%", "75%"))
 
 
-# Those that need another file than the trace have tests of their own. The critical path of the longest trace three
-# times more takes as long as half of all the others together: once is enough where time counts.
+# Those that need another file than the trace have tests of their own. The longest trace takes as long as all the
+# others together: where time counts, it is asked what only it can answer.
 ANSWERED = [
     pytest.param(
         name, analysis,
-        marks=pytest.mark.slow if name == "v100-ddp-216k-events" and analysis.endswith(AGAIN) else (),
+        marks=pytest.mark.slow if name == "v100-ddp-216k-events" and not analysis.startswith("memory") else (),
     )
     for name in PUBLISHED
     for analysis in sorted(set(ANALYSES) - {"memory-categories", "execution-trace"})

@@ -58,7 +58,7 @@ def check(graph: StepGraph, base: Plan, over: dict[str, tuple[object, ...]], dra
     assert compared >= draws // 2
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_bounds_of_dense_plans_hold(dense: StepGraph, seed: int) -> None:
     check(dense, Plan(gpus=16, global_batch=64), OVER, 8, seed)
 
@@ -94,7 +94,11 @@ def test_what_others_found_of_a_step_is_taken(dense: StepGraph) -> None:
 
 
 @pytest.mark.parametrize(
-    "over", [{"precision": ("fp8", "bf16")}, {"stack": ("megatron-core", "torchtitan", "deepspeed")}]
+    "over",
+    [
+        {"precision": ("fp8", "bf16")},
+        pytest.param({"stack": ("megatron-core", "torchtitan", "deepspeed")}, marks=pytest.mark.slow),
+    ],
 )
 def test_bounds_hold_with_words_that_change_kernels(dense: StepGraph, over: dict[str, tuple[str, ...]]) -> None:
     check(dense, Plan(gpus=8, global_batch=32), over, 8)

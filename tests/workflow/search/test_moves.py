@@ -16,7 +16,7 @@ from echograph.workflow.system import System
 PLAN = Plan(gpus=4, global_batch=16, micro_batch=2, recompute="full", overlap_grad_reduce=False)
 
 
-@pytest.mark.parametrize("method", ["greedy", "annealing"])
+@pytest.mark.parametrize("method", ["greedy", pytest.param("annealing", marks=pytest.mark.slow)])
 def test_the_moves_lead_from_the_plan_to_the_best(dense: StepGraph, method: str) -> None:
     system = System("dgx-h100")
     found = improve(dense, PLAN, system, method=method, most=30)

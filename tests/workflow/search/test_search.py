@@ -198,6 +198,7 @@ def test_how_full_plans_are_that_are_predicted_ahead_is_bisected(dense: StepGrap
     assert state._dive() is None
 
 
+@pytest.mark.slow
 def test_plans_that_share_a_step_wait_for_one_bound(dense: StepGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     from echograph.workflow import workers
 
