@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -258,6 +259,7 @@ class System:
 IDLE_HOST_WAITS = "--host-waits: has no effect here: no stage receives from another"
 
 
+@cache
 def runtime_of(stack: str, architecture: str) -> Runtime:
     """What a framework takes of memory besides tensors.
 

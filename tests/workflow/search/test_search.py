@@ -14,6 +14,7 @@ from echograph.progress import silent
 from echograph.units import format_bytes
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
+from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.search import branch, search
 from echograph.workflow.search.bounds import Bounds
@@ -163,24 +164,41 @@ def test_with_a_time_that_is_long_enough_it_finds_the_same(dense: StepGraph) -> 
 def test_a_search_with_a_time_predicts_before_all_plans_are_bounded(
     dense: StepGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As soon as one step is known: that it ends in the middle of bounding leaves something."""
+    """One as soon as a step is known, then each time that twice as many are: it has something early."""
     from echograph.workflow import workers
 
     asked, give = [], workers._Here.give
 
     def noted(self: Any, point: Any) -> None:
         asked.append(point[2])
-        if asked.count("bound") == 3:
+        if asked.count("bound") == 4:
             raise KeyboardInterrupt
         give(self, point)
 
     monkeypatch.setattr(workers._Here, "give", noted)
     found = search(dense, BASE, over=SMALL, front=False, time_s=3600.0)
     assert found.ended == "interrupt" and found.best
-    assert asked == ["bound", "whole", "bound", "whole", "bound"]
+    assert asked == ["bound", "whole", "bound", "whole", "bound", "bound"]
     asked.clear()
     assert not search(dense, BASE, over=SMALL, front=False).best
-    assert asked == ["bound"] * 3
+    assert asked == ["bound"] * 4
+
+
+def test_an_ended_search_has_the_fastest_plan_whose_step_is_known(dense: StepGraph) -> None:
+    """Also where one that is slower was predicted whole before."""
+    system = System("dgx-h100")
+    predictor, aim = Predictor(dense, system), objective("step", system, Scenario())
+    among = space(dense, system.cluster, BASE, SMALL)
+    state = branch._Search(among, Bounds(dense, system, Scenario()), aim, 2**40, 10, silent, ahead=True)
+    plans = [among.plan(chosen) for chosen in among.choices()][:3]
+    whole = sorted((branch.predicted(predictor, aim, *one) for one in enumerate(plans)), key=lambda one: one.rank)
+    assert whole[0].value < whole[1].value < whole[2].value
+    state.needs = dict.fromkeys(range(3), 0.0)
+    state._take(whole[1].number, whole[1].plan, whole[1])
+    for one in (whole[2], whole[0]):
+        state._take(one.number, one.plan, one.step_s)
+    state.so_far(predictor)
+    assert [one.number for one in state.best] == [whole[0].number, whole[1].number]
 
 
 def test_how_full_plans_are_that_are_predicted_ahead_is_bisected(dense: StepGraph) -> None:

@@ -56,6 +56,7 @@ _FULL_AT_ONCE = ("1f1b", "interleaved", "zb-h1")
 """Schedules that have as much alive after four micro-batches a stage as after any more."""
 
 
+_USUAL = Plan()
 _MAKES_SMALLER = frozenset({"stack", "precision", "loss", "capacity_factor", "grad_dtype"})
 """Fields of a plan by which a forward pass may leave less for the backward pass than it does as it was
 captured."""
@@ -81,7 +82,7 @@ def of_step(plan: Plan) -> Hashable:
 
 def _as_usual(plan: Plan) -> bool:
     """Whether ranks lie as they do where nothing is said: those that share a layer are neighbours."""
-    return plan.mesh_order == Plan().mesh_order
+    return plan.mesh_order == _USUAL.mesh_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,16 +271,21 @@ class Bounds:
 
     def _rate(self, precision: str) -> float:
         """FLOP/s that no product is beyond; 0 where the device is not known."""
+        narrow = precision.startswith(("fp8", "mxfp8", "nvfp4")) or self._captured_narrow
+        return self._rates[narrow]
+
+    @cached_property
+    def _rates(self) -> tuple[float, float]:
+        """FLOP/s that no product is beyond, of the wide types and of all."""
         device = self.system.device
         if device is None:
-            return 0.0
+            return 0.0, 0.0
         peaks = device.datasheet.peak_flops_per_s
-        narrow = precision.startswith(("fp8", "mxfp8", "nvfp4")) or self._captured_narrow
-        fastest = max(rate for name, rate in peaks.items() if narrow or not name.startswith(_NARROW))
         scales = [1.0]
         for model in device.gemm.values():
             scales += [model.batched_scale, *model.transposed_scale.values()]
-        return fastest / min(scales)
+        wide = max(rate for name, rate in peaks.items() if not name.startswith(_NARROW))
+        return wide / min(scales), max(peaks.values()) / min(scales)
 
     @cached_property
     def _captured_narrow(self) -> bool:
@@ -410,19 +416,25 @@ def _memory_bytes(held: StepBytes, share: Float64, plan: Plan, micro_batches: in
         return float(fullest)
     if schedule in _FULL_AT_ONCE:  # what follows is more of the same
         micro_batches = min(micro_batches, 4 * plan.pp)
-    ends = sorted({0, plan.pp - 1})
-    of_chunks = (held.before[:, stages.end[ends]] - held.before[:, stages.first[ends]]) * share[:, None, None]
-    for stage, (parameters, states, *alive) in zip(ends, of_chunks.swapaxes(0, 1), strict=True):
+    for stage, whole in _end_stages(held, stages).items():
+        of_chunks = whole * share[:, None]
         # Without a pipeline micro-batches follow each other, as on a stage that has none behind it.
         points = _points(schedule, stage, plan.pp, micro_batches, plan.vpp, not _adds_whole(plan))
-        fullest = max(fullest, (parameters + states).sum() + (points @ np.concatenate(alive)).max())
+        fullest = max(fullest, of_chunks[:2].sum() + (points @ of_chunks[2:].ravel()).max())
     return float(fullest)
+
+
+@lru_cache(4096)
+def _end_stages(held: StepBytes, stages: _StageChunks) -> dict[int, Float64]:
+    """[`HELD`, chunks] of the first stage and of the last one."""
+    every = stages.of(held.before)
+    return {stage: every[:, stage] for stage in (0, every.shape[1] - 1)}
 
 
 def _of_ranks(plan: Plan) -> Float64:
     """[`HELD`]: the part of a captured step that is left for each of the ranks that share its layers."""
-    usual, model = Plan(), plan.tp * plan.ep
-    as_captured = all(getattr(plan, name) == getattr(usual, name) for name in _MAKES_SMALLER)
+    model = plan.tp * plan.ep
+    as_captured = all(getattr(plan, name) == getattr(_USUAL, name) for name in _MAKES_SMALLER)
     return np.array([1 / model, 1 / model, as_captured / model, as_captured / (plan.tp * plan.cp)])
 
 
@@ -460,4 +472,7 @@ def _points(schedule: str, stage: int, stages: int, micro_batches: int, chunks: 
     alive = np.concatenate([made > 0, forwards - backwards], axis=1)[kinds == 0]
     if until_end:
         alive = np.concatenate([alive, [[1] * chunks + [0] * chunks]])
-    return np.unique(alive, axis=0).astype(np.float64)
+    different = np.unique(alive, axis=0)
+    # A point that has at no chunk more alive than another one is never the fullest.
+    no_more = (different[:, None] <= different).all(axis=2)
+    return different[no_more.sum(axis=1) == 1].astype(np.float64)

@@ -368,7 +368,9 @@ class _Search:
         fits_bytes: the largest need, by its bound, of a plan that was predicted ahead and fits.
         too_large_bytes: the smallest of one that does not.
         diving: the number of the plan that is being predicted ahead; -1 for none.
-        learned: whether more is known than when the last one was asked for.
+        learned: how many steps of a rank are known.
+        dive_at: of how many the next plan is predicted ahead: of twice as many each time, since one takes as long
+            as the bounds of some ten steps.
     """
 
     def __init__(
@@ -386,7 +388,7 @@ class _Search:
         self.left: list[tuple[float, int, int, Plan]] = []
         self.waiting: dict[Hashable, list[tuple[int, Plan]]] = {}
         self.ahead, self.fits_bytes, self.too_large_bytes = ahead, 0.0, float(capacity)
-        self.diving, self.learned = NONE, False
+        self.diving, self.learned, self.dive_at = NONE, 0, 1
 
     def begin(self) -> None:
         """Bounds all plans coarsely."""
@@ -477,8 +479,10 @@ class _Search:
             if self.left and tight <= loose:
                 _, _, number, plan = heapq.heappop(self.left)
                 return number, plan, "whole" if number in self.steps else "step"
-            if self.ahead and self.learned and self.diving == NONE and (point := self._dive()) is not None:
-                return point
+            if self.ahead and self.learned >= self.dive_at and self.diving == NONE:
+                self.dive_at = 2 * self.learned
+                if (point := self._dive()) is not None:
+                    return point
             _, _, number, plan = heapq.heappop(self.loose)
             if self.bounds.knows(plan):
                 self._tighten(number, plan)
@@ -494,7 +498,6 @@ class _Search:
         Bounds of memory are far below what plans need, and the fastest plans are the fullest. So how much one may
         need by its bound is found by bisection, between those that were predicted ahead.
         """
-        self.learned = False
         faster = [entry for entry in self.left if entry[0] < self.fastest]
         least = self.fits_bytes or min((self.needs[number] for _, _, number, _ in faster), default=inf)
         most = (least + self.too_large_bytes) / 2
@@ -525,7 +528,7 @@ class _Search:
     def _learn(self, plan: Plan, found: StepCost | str) -> None:
         """Bounds the plans that wait for what the step of a rank costs."""
         self.bounds.learn(plan, PlanError(found) if isinstance(found, str) else found)
-        self.learned = True
+        self.learned += 1
         for number, one in self.waiting.pop(of_step(plan)):
             self._tighten(number, one)
 
@@ -562,12 +565,12 @@ class _Search:
         del self.best[self.top :]
 
     def so_far(self, predictor: Predictor) -> None:
-        """Of a search that was ended: the memory of the fastest plans, until one of them fits."""
+        """Of a search that was ended: the memory of plans faster than the best, until one of them fits."""
         steps = sorted(entry for entry in self.left if entry[2] in self.steps)
         for entry in steps:
-            if self.best:
+            least, _, number, plan = entry
+            if least >= self.fastest:
                 return
-            _, _, number, plan = entry
             self.left.remove(entry)
             self._take(number, plan, predicted(predictor, self.aim, number, plan))
 
