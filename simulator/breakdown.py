@@ -104,12 +104,10 @@ def role_of(job: JobGraph, program: int, rank: int | None = None) -> Role:
         program: its number.
         rank: of its ranks, the one that is meant; None for the lowest.
     """
-    its = job.programs[program]
-    lowest = job.lowest_rank(program)
     return Role(
-        name=its.role or f"rank {lowest}",
-        stage=its.coordinates.get("pp"),
-        rank=lowest if rank is None else rank,
+        name=job.role_name(program),
+        stage=job.programs[program].coordinates.get("pp"),
+        rank=job.lowest_rank(program) if rank is None else rank,
         ranks=job.rank_count(program),
     )
 

@@ -22,7 +22,7 @@ from echograph.progress import Progress, silent
 from echograph.units import PS_PER_S
 from echograph.workflow.plan import Plan
 from echograph.workflow.system import SystemOptions
-from echograph.workflow.validation.traced import PredictedTrace, pairs, predict_trace, predicted_calls, program_of
+from echograph.workflow.validation.traced import PredictedTrace, pairs, predict_trace, predicted_calls
 
 TITLES = ("profile", "what", "kernels", "median error before", "median error", "percent of time", "corrected")
 
@@ -99,7 +99,7 @@ def _of_model(found: PredictedTrace, device: DeviceProfile) -> Iterator[TracedKe
     """The calls of a trace that stand for predicted ones."""
     job, result = found.job, found.result
     assert job is not None and result is not None
-    predicted = predicted_calls(job, result.timeline, program_of(job, found.rank))
+    predicted = predicted_calls(job, result.timeline, job.program_of(found.rank))
     known: dict[int, tuple[str, float]] = {}
     for step in found.steps:
         for measured, call in pairs(step.calls, predicted):
