@@ -21,8 +21,8 @@ from echograph.profiler.traces.trace import TraceSet
 from echograph.progress import Progress
 from echograph.simulator.result import Result
 from echograph.units import to_ps, to_s
-from echograph.workflow.predict import replay, shown_steps
-from echograph.workflow.predict import steps as replayed_steps
+from echograph.workflow.replay import replay, shown_steps
+from echograph.workflow.replay import steps as replayed_steps
 from echograph.workflow.system import System
 from echograph.workflow.validation.traced import (
     LOWERED,
