@@ -78,7 +78,7 @@ def test_files_that_a_page_names_by_their_ends_are_there(page: Path) -> None:
 
 
 def test_what_is_not_there_is_seen() -> None:
-    assert is_source("costs/gemm.py") and is_source("engine/") and not is_source("memory/lifetimes.py")
+    assert is_source("costs/gemm.py") and is_source("engine/") and not is_source("memory/nothing.py")
     text = "`ir/passes/nothing.py`, `ir/graph.py`, `echograph.ir.graph.Nothing`, `echograph.ir.graph.Graph`, `tp`"
     assert [word for word in mentions(text) if not is_there(word)] == [
         "ir/passes/nothing.py", "echograph.ir.graph.Nothing",

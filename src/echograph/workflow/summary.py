@@ -12,7 +12,8 @@ from echograph.ir.columns import Int64
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Payload, Phase, Source, TensorRole
 from echograph.models import ModelEntry, dense_flops
-from echograph.simulator.memory import Memories, memory
+from echograph.simulator.memory import memory
+from echograph.simulator.memory.lifetimes import Allocations
 from echograph.units import format_bytes
 
 
@@ -126,20 +127,20 @@ def outline(graph: Graph) -> dict[str, Any]:
 def summarize_job(job: JobGraph) -> dict[str, Any]:
     """Mesh, roles and communications of one step; all figures are of one rank of the role."""
     runs = [job.run_counts(number) for number in range(len(job.programs))]
-    memories = Memories(job) if len(job.tensors) else None
+    allocations = Allocations(job) if len(job.tensors) else None
     return {
         "model": job.workload.model or job.name,
         "ranks": job.world_size,
         "mesh": {axis.name: axis.size for axis in job.mesh},
         "micro_batch": job.workload.batch_size,
-        "roles": [_role(job, number, count, memories) for number, count in enumerate(runs)],
+        "roles": [_role(job, number, count, allocations) for number, count in enumerate(runs)],
         "communication": _communication(job, runs),
     }
 
 
-def _role(job: JobGraph, number: int, runs: Int64, memories: Memories | None) -> dict[str, Any]:
+def _role(job: JobGraph, number: int, runs: Int64, allocations: Allocations | None) -> dict[str, Any]:
     program, ops = job.programs[number], job.ops
-    needs = memory(job, number, 0, memories=memories, reserve=False)
+    needs = memory(job, number, 0, allocations=allocations, reserve=False)
     work = runs * ops.flops
     return {
         "role": job.role_name(number),
