@@ -23,9 +23,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
+from echograph.ir.comms.bandwidth import message_bytes
 from echograph.ir.comms.operations import OPERATIONS, Operation, OperatorArguments
 from echograph.ir.comms.record import UNKNOWN
-from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.call import CallKind, CallSite, CallSites, Listener, Phases, TracedCall
 from echograph.profiler.comms.groups import TracedGroup, TracedGroups
 

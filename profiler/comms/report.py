@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from echograph.ir.comms.bandwidth import bus_factor, family
 from echograph.ir.comms.record import NO_TIME, UNKNOWN, CallRows, CallSignature, CallSource
 from echograph.ir.tables import csv_text
-from echograph.profiler.comms.bandwidth import bus_factor, family
 from echograph.profiler.comms.readers import find_sources
 
 Ints = NDArray[np.int64]

@@ -11,10 +11,10 @@ from typing import TypeAlias
 import numpy as np
 
 from echograph.errors import InputError, UsageError
+from echograph.ir.comms.bandwidth import family
 from echograph.ir.comms.record import CallSignature, NativeSource
 from echograph.ir.graph import JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Phase
-from echograph.profiler.comms.bandwidth import family
 from echograph.profiler.record.folder import COMMS, TRACE, RankFolder, read_recording
 from echograph.profiler.traces.kineto import read_trace
 from echograph.profiler.traces.trace import OPERATORS, Trace

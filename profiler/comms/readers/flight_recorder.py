@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from echograph.errors import FormatError
+from echograph.ir.comms.bandwidth import message_bytes
 from echograph.ir.comms.record import (
     COLUMNS,
     MAX_SEQUENCE,
@@ -28,7 +29,6 @@ from echograph.ir.comms.record import (
 )
 from echograph.ir.files import read_whole
 from echograph.ir.plain_pickle import plain_pickle
-from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.groups import spell_ranks
 
 MAX_BYTES = 1 << 30
