@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from echograph.errors import GraphError
 from echograph.ir.columns import NONE, Int64, OpTable, TensorTable
 from echograph.ir.types import DType, Tensor
 
@@ -432,6 +433,22 @@ class JobGraph(Graph):
         if not self.mesh:
             return max(1, len(its.ranks))
         return prod(axis.size for axis in self.mesh if axis.name not in its.coordinates)
+
+    def program_of(self, rank: int) -> int:
+        """The number of the program that a rank runs.
+
+        Raises:
+            GraphError: none does.
+        """
+        place = self.coordinates(rank) if 0 <= rank < self.world_size else {}
+        for number, program in enumerate(self.programs if place or not self.mesh else ()):
+            if rank in program.ranks or (not program.ranks and program.coordinates.items() <= place.items()):
+                return number
+        raise GraphError(f"{self.name}: no program for rank {rank} of a job of {self.world_size} ranks")
+
+    def role_name(self, program: int) -> str:
+        """The role of a program; "rank N", the lowest that it stands for, where the job does not name it."""
+        return self.programs[program].role or f"rank {self.lowest_rank(program)}"
 
 
 # -- what ports are bound to ----------------------------------------------------------------------------------

@@ -59,12 +59,6 @@ class Schedule:
         )
         return np.where(inside, self.starts[call] + op - begin, NONE)
 
-    def last_position(self, instance: int, op: int, before: int) -> int:
-        """Position of the last run of an operation, in any micro-batch, before a position; -1 where none."""
-        found = self.position(np.int64(instance), self.micro_batches, np.int64(op))  # type: ignore[arg-type]
-        found = found[(found >= 0) & (found < before)]
-        return int(found.max()) if len(found) else NONE
-
 
 # -- dependencies between streams -----------------------------------------------------------------------------
 # Dependencies between streams, as positions in the programs that run them.

@@ -104,12 +104,10 @@ def role_of(job: JobGraph, program: int, rank: int | None = None) -> Role:
         program: its number.
         rank: of its ranks, the one that is meant; None for the lowest.
     """
-    its = job.programs[program]
-    lowest = job.lowest_rank(program)
     return Role(
-        name=its.role or f"rank {lowest}",
-        stage=its.coordinates.get("pp"),
-        rank=lowest if rank is None else rank,
+        name=job.role_name(program),
+        stage=job.programs[program].coordinates.get("pp"),
+        rank=job.lowest_rank(program) if rank is None else rank,
         ranks=job.rank_count(program),
     )
 
@@ -145,30 +143,28 @@ def layers_of(job: JobGraph) -> BreakdownLayers:
     return BreakdownLayers(labels, np.where(communicates, number[np.where(communicates, job.ops.group, 0)], 0))
 
 
-def moments(layers: BreakdownLayers, timeline: Timeline, rows: Int64, end_ps: int | None = None) -> Pieces:
+def moments(layers: BreakdownLayers, timeline: Timeline, rows: Int64) -> Pieces:
     """What a program does from 0 to the end of the step: a breakdown laid out in time.
 
     Args:
         layers: of the job.
-        timeline: of the step.
+        timeline: of all of the step.
         rows: those of the program.
-        end_ps: of the step; None where the timeline holds all of it.
 
     Returns:
         Pieces whose rows are the timeline's.
     """
     rows = rows[timeline.duration[rows] > 0]
-    found = layered(*_laid_out(layers, timeline, rows, end_ps))
+    found = layered(*_laid_out(layers, timeline, rows, timeline.makespan))
     return found._replace(row=np.append(rows, NONE)[found.row])
 
 
 def _laid_out(
-    layers: BreakdownLayers, timeline: Timeline, rows: Int64, end_ps: int | None
+    layers: BreakdownLayers, timeline: Timeline, rows: Int64, end_ps: int
 ) -> tuple[Int64, Int64, Int64, int, int]:
     """Starts, ends and layers of rows, how many layers there are, and where the step ends."""
     layer = np.where(timeline.lane[rows] == Lane.DEVICE, layers.of_op[timeline.op[rows]], layers.host)
-    end = timeline.makespan if end_ps is None else end_ps
-    return timeline.start[rows], timeline.end[rows], layer, layers.idle, end
+    return timeline.start[rows], timeline.end[rows], layer, layers.idle, end_ps
 
 
 def breakdown(job: JobGraph, timeline: Timeline, program: int, end_ps: int | None = None) -> Breakdown:
@@ -194,7 +190,8 @@ def _split(
     job: JobGraph, layers: BreakdownLayers, timeline: Timeline, rows: Int64, end_ps: int | None = None
 ) -> Breakdown:
     taking = rows[timeline.duration[rows] > 0]
-    spent = spent_in_layers(*_laid_out(layers, timeline, taking, end_ps))
+    end = timeline.makespan if end_ps is None else end_ps
+    spent = spent_in_layers(*_laid_out(layers, timeline, taking, end))
     return _parts(job, layers, spent, timeline.op[rows])
 
 

@@ -1,1 +1,1 @@
-"""Traces of collectives: the records of a file, who reads them, and the operations that they name."""
+"""Collectives: the records of their traces, the operations that these name, and how bandwidth is counted."""

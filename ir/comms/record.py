@@ -390,6 +390,8 @@ class NativeSource(CallSource):
                 self.stuck.append(line)
             case EndLine():
                 self.complete, self.dropped = True, line.dropped
+                if line.errors:
+                    self.problems["calls that the tracer could not describe, left out"] += line.errors
             case HeaderLine() | Heartbeat():
                 pass
             case what:

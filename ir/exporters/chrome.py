@@ -28,26 +28,23 @@ _COPIES = {
 }
 
 
-def chrome_trace(
-    graph: Graph, timeline: Timeline, programs: Iterable[int] | None = None, *, ranks: Sequence[int] = ()
-) -> Iterator[str]:
+def chrome_trace(graph: Graph, timeline: Timeline, *, ranks: Sequence[int] = ()) -> Iterator[str]:
     """The trace as pieces of JSON text.
 
     Args:
         graph: the graph that ran.
         timeline: when it ran.
-        programs: which programs to write; None writes all.
         ranks: the rank that each of the timeline's programs stands for; where none are given, the programs are
             those of the graph, and each stands for the first rank that runs it.
     """
-    chosen = sorted(set(range(len(timeline.programs)) if programs is None else programs))
-    ranks = ranks or [graph.lowest_rank(number) for number in range(len(timeline.programs))]
-    groups = {number: process_groups(graph, ranks[number]) for number in chosen}
-    job = job_header(graph, groups.values(), [ranks[number] for number in chosen])
-    head = {"displayTimeUnit": "ms", "distributedInfo": job, "processRanks": {str(p): ranks[p] for p in chosen}}
+    programs = range(len(timeline.programs))
+    ranks = ranks or [graph.lowest_rank(number) for number in programs]
+    groups = [process_groups(graph, ranks[number]) for number in programs]
+    job = job_header(graph, groups, [ranks[number] for number in programs])
+    head = {"displayTimeUnit": "ms", "distributedInfo": job, "processRanks": {str(p): ranks[p] for p in programs}}
     yield json.dumps(head, separators=(",", ":"))[:-1] + ',"traceEvents":[\n'
     separator = ""
-    for event in (*_names(timeline, chosen), *_events(graph, timeline, groups)):
+    for event in (*_names(timeline), *_events(graph, timeline, groups)):
         yield separator + json.dumps(event, separators=(",", ":"))
         separator = ",\n"
     yield "\n]}\n"
@@ -89,9 +86,9 @@ def job_header(graph: Graph, groups: Iterable[dict[int, ProcessGroup]], ranks: S
     return job | ({"rank": ranks[0]} if len(ranks) == 1 else {}) | ({"pg_config": config} if config else {})
 
 
-def _names(timeline: Timeline, programs: list[int]) -> Iterator[dict[str, object]]:
-    for program in programs:
-        yield {"ph": "M", "name": "process_name", "pid": program, "args": {"name": timeline.programs[program]}}
+def _names(timeline: Timeline) -> Iterator[dict[str, object]]:
+    for program, role in enumerate(timeline.programs):
+        yield {"ph": "M", "name": "process_name", "pid": program, "args": {"name": role}}
         for thread, name in enumerate(("host", *timeline.streams)):
             yield {"ph": "M", "name": "thread_name", "pid": program, "tid": thread, "args": {"name": name}}
             yield {
@@ -106,11 +103,10 @@ def _names(timeline: Timeline, programs: list[int]) -> Iterator[dict[str, object
 
 
 def _events(
-    graph: Graph, timeline: Timeline, groups: dict[int, dict[int, ProcessGroup]]
+    graph: Graph, timeline: Timeline, groups: Sequence[dict[int, ProcessGroup]]
 ) -> Iterator[dict[str, object]]:
-    shown = np.isin(timeline.program, list(groups)) & (timeline.duration > 0)
     labels, launch = _labels(graph), launch_numbers(timeline)
-    for row in np.flatnonzero(shown).tolist():
+    for row in np.flatnonzero(timeline.duration > 0).tolist():
         op, device = int(timeline.op[row]), timeline.lane[row] == Lane.DEVICE
         args = _arguments(graph, op)
         label = labels.get((int(graph.block_of_op[op]), int(timeline.instance[row])), "")

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from echograph.ir.comms.bandwidth import bus_factor
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
-from echograph.profiler.comms.bandwidth import bus_factor
 from echograph.profiler.traces.alignment import align, clocks
 from echograph.profiler.traces.collectives import CollectiveCall, Meeting, collectives, matched
 from echograph.profiler.traces.kernel_names import library_of

@@ -123,7 +123,6 @@ class CriticalGraph:
         *,
         edges: Collection[Edge] | None = None,
         bounds: Collection[Bound] | None = None,
-        where: Bools | None = None,
     ) -> CriticalGraph:
         """The graph if some of its edges took another time; path, breakdown and summary of it all follow.
 
@@ -131,14 +130,13 @@ class CriticalGraph:
             factor: what weights are multiplied by; rounded to picoseconds.
             edges: kinds that are scaled; None for all.
             bounds: what scaled edges are bound by; None for all.
-            where: bool [edges], further condition; None for none.
 
         Raises:
             UsageError: the factor is negative, not finite, or so large that times are beyond 64 bits.
         """
         if not 0 <= factor < np.inf:
             raise UsageError(f"scale {factor:g}: give a factor from 0 up; 0.5 halves the time")
-        chosen = np.ones(len(self.weight), np.bool_) if where is None else where.copy()
+        chosen = np.ones(len(self.weight), np.bool_)
         if edges is not None:
             chosen &= np.isin(self.kind, list(edges))
         if bounds is not None:
@@ -659,7 +657,7 @@ def critical_path_summary(
 
 
 def trace_with_path(traces: TraceSet, *, save: str = "", **options: Any) -> Iterator[bytes]:
-    """The trace file of one rank with its critical path marked (see `critical_file.overlaid`).
+    """The trace file of one rank with its critical path marked (see `overlaid`).
 
     Args:
         traces: one rank's.

@@ -124,7 +124,7 @@ _OPERATORS = (
 )
 
 
-def operator_kernels(traces: TraceSet, *, prefix: str = "aten") -> AnswerTable:
+def operator_kernels(traces: TraceSet) -> AnswerTable:
     """The kernels that each operator launches itself, with the delays until the first of them.
 
     Columns: `rank`; `aten_op_name`; `kernel_sequence` the kernels by their launches, joined by " -> "; how often
@@ -135,12 +135,11 @@ def operator_kernels(traces: TraceSet, *, prefix: str = "aten") -> AnswerTable:
 
     Args:
         traces: the job's.
-        prefix: what the names of operators begin with.
     """
     rows, notes = [], list(traces.notes)
     for rank, trace in traces.items():
         calls, works = launched_work(trace, memory=False)
-        operator = innermost(trace, prefix)[calls]
+        operator = innermost(trace, "aten")[calls]
         kernels: dict[int, list[int]] = defaultdict(list)
         for pair in np.flatnonzero(operator != NONE).tolist():
             kernels[int(operator[pair])].append(pair)
@@ -154,7 +153,7 @@ def operator_kernels(traces: TraceSet, *, prefix: str = "aten") -> AnswerTable:
             launch_us, kernel_us = np.round(np.mean(all_delays, axis=0) / US, 3).tolist()
             rows.append((rank, name, sequence, len(all_delays), launch_us, kernel_us))
         if not found:
-            notes.append(f"rank {rank}: no operator that begins with '{prefix}' launched a kernel")
+            notes.append(f"rank {rank}: no operator that begins with 'aten' launched a kernel")
     return from_rows(_OPERATORS, rows, notes)
 
 

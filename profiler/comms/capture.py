@@ -20,13 +20,12 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
+from echograph.ir.comms.bandwidth import message_bytes
 from echograph.ir.comms.operations import OPERATIONS, Operation, OperatorArguments
 from echograph.ir.comms.record import UNKNOWN
-from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.call import CallKind, CallSite, CallSites, Listener, Phases, TracedCall
 from echograph.profiler.comms.groups import TracedGroup, TracedGroups
 
@@ -359,8 +358,10 @@ class Capture:
 
     def read_events(self) -> None:
         """Looks which calls on devices have ended."""
-        with suppress(Exception):
+        try:
             self._events.read()
+        except Exception as error:
+            self._confess(error)
 
     def _install(self) -> None:
         import torch
@@ -563,10 +564,12 @@ class Capture:
 
         def kernel(keyset: Any, tensor: Any) -> Any:
             if self._results:
-                with suppress(Exception):
+                try:
                     found = self._results.pop(tensor.data_ptr(), None)
                     if found is not None:
                         self._waits_for(*found)
+                except Exception as error:
+                    self._confess(error)
             return redispatch(keyset & below, tensor)
 
         return kernel

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from echograph.ir.comms.bandwidth import bus_factor, family
 from echograph.ir.comms.record import NO_TIME, UNKNOWN, CallRows, CallSignature, CallSource
 from echograph.ir.tables import csv_text
-from echograph.profiler.comms.bandwidth import bus_factor, family
 from echograph.profiler.comms.readers import find_sources
 
 Ints = NDArray[np.int64]
@@ -315,6 +315,8 @@ def report_on(path: Path, sinks: Iterable[Sink] = ()) -> Report:
         problems["calls of which not all ranks were found"] = merge.unmatched
     if dropped := sum(source.dropped for source in sources):
         problems["calls that the tracer could not write"] = dropped
+    if unknown := _of_unknown_groups(sums, merge):
+        problems["calls of groups whose ranks are not said: bus bandwidth as of all files"] = unknown
     if cut := sum(not source.complete for source in sources):
         problems["files without an end: the run was killed, or goes on"] = cut
     if skipped:
@@ -429,7 +431,7 @@ def _operations(sums: _Sums, merge: Merge) -> Iterator[dict[str, Any]]:
     def key(what: CallSignature) -> tuple[Any, ...]:
         return what.op, what.shapes, what.tensors, what.dtype, what.bytes
 
-    ranks = {name: ranks for source in merge.sources for name, ranks in source.groups.items()}
+    ranks = _ranks_of_groups(merge)
     grouped: dict[tuple[Any, ...], list[int]] = {}
     for index, what in enumerate(merge.signatures[: len(sums.by_kind)]):
         grouped.setdefault(key(what), []).append(index)
@@ -456,6 +458,21 @@ def _operations(sums: _Sums, merge: Merge) -> Iterator[dict[str, Any]]:
             "algbw_GBps": rate * 1e-9,
             "busbw_GBps": rate * float(factor) * 1e-9,
         }
+
+
+def _ranks_of_groups(merge: Merge) -> dict[str, tuple[int, ...]]:
+    return {name: ranks for source in merge.sources for name, ranks in source.groups.items()}
+
+
+def _of_unknown_groups(sums: _Sums, merge: Merge) -> int:
+    """How many calls are of groups of which no source says the ranks, on which their bus bandwidth depends."""
+    ranks = _ranks_of_groups(merge)
+    rows = [
+        index
+        for index, what in enumerate(merge.signatures[: len(sums.by_kind)])
+        if not ranks.get(what.group) and bus_factor(what.op, 2) != bus_factor(what.op, 3)
+    ]
+    return int(sums.by_kind[rows, _CALLS].sum())
 
 
 def _per_call(total: np.ndarray) -> float:

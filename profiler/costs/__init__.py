@@ -8,8 +8,6 @@ from echograph.profiler.costs.device import (
     CostEstimate,
     DeviceProfile,
     device_names,
-    framework_op,
-    launch,
     load_device,
     memory_bound,
 )
@@ -22,10 +20,8 @@ __all__ = [
     "attention_forward",
     "convolution",
     "device_names",
-    "framework_op",
     "gemm",
     "grouped_gemm",
-    "launch",
     "load_device",
     "memory_bound",
 ]

@@ -1,4 +1,4 @@
-"""Device profiles, and what they say outright: the cost of a memory-bound kernel and of a launch.
+"""Device profiles, and what they say outright: the cost of a memory-bound kernel.
 
 A profile is one JSON file: datasheet facts, fitted kernel models, host rates, and where each comes from. Models
 hold ratios (of peak, of bandwidth), never absolute rates, so a device without measurements of its own borrows a
@@ -583,17 +583,3 @@ def memory_bound(
 
 HOST_SPREAD = 0.5
 """Assumed: hosts of one device kind differ by about this much (processor, framework version, tracing)."""
-
-
-def launch(device: DeviceProfile) -> CostEstimate:
-    """CPU time of one kernel launch call."""
-    return _host_cost(device, device.host.launch_s)
-
-
-def framework_op(device: DeviceProfile) -> CostEstimate:
-    """CPU time of one eager framework operation that launches one kernel, the launch call included."""
-    return _host_cost(device, device.host.op_s)
-
-
-def _host_cost(device: DeviceProfile, seconds: float) -> CostEstimate:
-    return CostEstimate(seconds, HOST_SPREAD, "fitted" if device.host.source == "measured" else "analytical")

@@ -24,7 +24,6 @@ from echograph.profiler.costs.attention import (
 from echograph.profiler.costs.device import (
     AttentionModel,
     AttentionPass,
-    CostSource,
     Datasheet,
     FloatArray,
     Grid,
@@ -152,7 +151,6 @@ def fit_pass(
     basis: str,
     backward: bool = False,
     dense: bool = False,
-    source: CostSource = "fitted",
     between_libraries: float = 0.0,
     throttled: bool = False,
 ) -> AttentionPass:
@@ -165,7 +163,6 @@ def fit_pass(
         basis: what the label says of the rows.
         backward: the rows are backward passes.
         dense: also fit launch, traffic that nothing hides, and a residual grid (needs a dense table).
-        source: what the label says the model is.
         between_libraries: spread of the libraries that were measured, which the pass's is not below.
         throttled: also fit by how much the clock falls in long kernels, if there are rows enough.
     """
@@ -195,7 +192,7 @@ def fit_pass(
     kernel, error = judged(fit, lambda kernel: predict(kernel, rows), rows.sizes(), rows.seconds)
     spread, spread_short = spreads(error, floor=max(0.01, between_libraries))
     label = Label(
-        source=source,
+        source="fitted",
         basis=basis,
         spread=spread,
         spread_short=spread_short,

@@ -250,6 +250,7 @@ Vector = NDArray[np.float64]
 
 OUTLIER_LOG = 0.05
 DIFFERENCE = 1e-4
+MOST_STEPS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,8 +274,6 @@ def fit_fabric(
     start: Mapping[str, float],
     *,
     upper: Mapping[str, float] | None = None,
-    prior_log: float = 1.0,
-    iterations: int = 60,
 ) -> FabricFit:
     """Least squares in the logarithm of time, robust against outliers, over the logarithms of the parameters.
 
@@ -287,8 +286,6 @@ def fit_fabric(
         predict: parameters -> seconds of each row, in the rows' order.
         start: first guess, every value above 0.
         upper: largest value a parameter may take, by the last part of its name ("efficiency": 1.05).
-        prior_log: width of the prior in natural logarithms.
-        iterations: most steps.
 
     Raises:
         DataError: no rows, a time or a start that is not above 0, or predictions of another length.
@@ -309,9 +306,9 @@ def fit_fabric(
         return np.asarray(np.log(seconds / measured))
 
     origin, ceiling = np.log(first), np.log(limits)
-    x, jacobian = _minimise(residuals, np.minimum(origin, ceiling), origin, ceiling, prior_log, iterations)
+    x, jacobian = _minimise(residuals, np.minimum(origin, ceiling), origin, ceiling)
     ratio = np.exp(residuals(x))
-    moved = np.sum(jacobian**2, axis=0) * prior_log**2
+    moved = np.sum(jacobian**2, axis=0)
     return FabricFit(
         parameters=dict(zip(names, np.exp(x).tolist(), strict=True)),
         error=error_by_kind(rows, ratio * measured),
@@ -345,21 +342,19 @@ def _minimise(
     x: Vector,
     origin: Vector,
     ceiling: Vector,
-    prior_log: float,
-    iterations: int,
 ) -> tuple[Vector, NDArray[np.float64]]:
     """Levenberg-Marquardt on soft-L1; returns the point and the Jacobian of the residuals there."""
 
     def loss(r: Vector, x: Vector) -> float:
         data = 2 * np.sum(np.sqrt(1 + (r / OUTLIER_LOG) ** 2) - 1)
-        return float(data + np.sum(((x - origin) / prior_log) ** 2))
+        return float(data + np.sum((x - origin) ** 2))
 
     damping, r = 1e-2, residuals(x)
     jacobian = _jacobian(residuals, x, r)
-    for _ in range(iterations):
+    for _ in range(MOST_STEPS):
         weight = 1 / (OUTLIER_LOG**2 * np.sqrt(1 + (r / OUTLIER_LOG) ** 2))
-        normal = jacobian.T @ (weight[:, None] * jacobian) + np.eye(len(x)) / prior_log**2
-        gradient = jacobian.T @ (weight * r) + (x - origin) / prior_log**2
+        normal = jacobian.T @ (weight[:, None] * jacobian) + np.eye(len(x))
+        gradient = jacobian.T @ (weight * r) + (x - origin)
         before = loss(r, x)
         while damping < 1e8:
             step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)

@@ -139,20 +139,20 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
 
-def read_facts(path: Path = DATASHEETS) -> dict[str, DeviceFacts]:
-    """All devices of a datasheet file, in its order.
+def read_facts() -> dict[str, DeviceFacts]:
+    """All devices of `DATASHEETS`, in its order.
 
     Raises:
         DataError: the file breaks a rule.
     """
     try:
-        raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw: dict[str, Any] = tomllib.loads(DATASHEETS.read_text(encoding="utf-8"))
         facts = msgspec.convert(raw, type=dict[str, DeviceFacts])
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise DataError(f"{path}: {error}") from error
+        raise DataError(f"{DATASHEETS}: {error}") from error
     for name, device in facts.items():
         if device.relative and device.relative not in facts:
-            raise DataError(f"{path}: [{name}] relative '{device.relative}': no such device in the file")
+            raise DataError(f"{DATASHEETS}: [{name}] relative '{device.relative}': no such device in the file")
     return facts
 
 

@@ -143,7 +143,8 @@ TILES = {
         *((256, 64), (64, 256), (128, 64), (64, 128), (64, 64), (128, 32)),
     ),
 }
-"""Output tiles that the vendor's library is known to choose from, by architecture."""
+"""Output tiles that the vendor's library is known to choose from, by architecture; those of others (volta, ada,
+cdna3) are assumed to be Ampere's."""
 
 SINGLE_TILES = (
     *((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64)),

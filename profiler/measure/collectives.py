@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echograph.errors import UnknownNameError, UsageError
-from echograph.profiler.comms.bandwidth import bus_factor
+from echograph.ir.comms.bandwidth import bus_factor
 
 ITEM_BYTES = 4
 WARM_UP = 2
@@ -136,7 +136,7 @@ def table_row(measured: CollectiveTiming, ranks: int) -> str:
     """A line of the table; what was not measured (in place, errors) is N/A."""
     _, reduction, root = PROGRAMS[measured.operation]
     alg = measured.size_bytes / measured.seconds * 1e-9
-    bus = alg * (1.0 if measured.operation == "send_recv" else bus_factor(measured.operation, ranks))
+    bus = alg * bus_factor(measured.operation, ranks)
     return (
         f"{measured.size_bytes:12d}  {measured.size_bytes // ITEM_BYTES:12d}     float  {reduction:>6}  {root:6d}"
         f"  {measured.seconds * 1e6:9.2f}  {alg:6.4g}  {bus:6.4g}    N/A      N/A     N/A     N/A    N/A"

@@ -45,9 +45,9 @@ class Samples:
         return student(len(self.seconds) - 1) * self.spread if len(self.seconds) > 1 else float("inf")
 
 
-def student(degrees: int, confidence: float = 0.95) -> float:
-    """Two-sided quantile of Student's t (Cornish-Fisher expansion; within 2 % from 4 degrees on)."""
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+def student(degrees: int) -> float:
+    """Two-sided 95 % quantile of Student's t (Cornish-Fisher expansion; within 2 % from 4 degrees on)."""
+    z = NormalDist().inv_cdf(0.975)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
@@ -59,7 +59,6 @@ def sample(
     *,
     max_samples: int,
     budget_s: float,
-    precision: float = PRECISION,
     clock: Callable[[], float] = time.monotonic,
 ) -> Samples:
     """Measures at least `MIN_SAMPLES` times, then until the mean is known, or the budget is spent.
@@ -68,7 +67,6 @@ def sample(
         run: one measurement, seconds.
         max_samples: enough.
         budget_s: seconds from now after which no further sample is begun.
-        precision: of the mean (`Samples.half_width`).
         clock: what the budget is counted with.
     """
     end = clock() + budget_s
@@ -82,7 +80,7 @@ def sample(
             break
         # Looking after every sample would stop early by chance, and cost as much as what is measured.
         if len(seconds) >= checked:
-            if Samples(seconds=tuple(seconds)).half_width <= precision:
+            if Samples(seconds=tuple(seconds)).half_width <= PRECISION:
                 break
             checked = len(seconds) * 5 // 4 + 1
     return Samples(seconds=tuple(seconds))

@@ -11,10 +11,10 @@ from typing import TypeAlias
 import numpy as np
 
 from echograph.errors import InputError, UsageError
+from echograph.ir.comms.bandwidth import family
 from echograph.ir.comms.record import CallSignature, NativeSource
 from echograph.ir.graph import JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Phase
-from echograph.profiler.comms.bandwidth import family
 from echograph.profiler.record.folder import COMMS, TRACE, RankFolder, read_recording
 from echograph.profiler.traces.kineto import read_trace
 from echograph.profiler.traces.trace import OPERATORS, Trace
@@ -98,7 +98,7 @@ def compare_recording(job: JobGraph, recording: Path) -> Comparison:
         rank, world = folder.metadata.rank, folder.metadata.world_size
         if job.world_size != world:
             raise UsageError(f"the graph is of {job.world_size} ranks, the recording of {world}: capture {world}")
-        program = program_of(job, rank)
+        program = job.programs[job.program_of(rank)]
         graphs = _captured_calls(job, program)
         recorded = _told(_recorded_calls(folder), graphs)
         order[rank] = _first_difference(graphs, recorded)
@@ -107,21 +107,6 @@ def compare_recording(job: JobGraph, recording: Path) -> Comparison:
         rows += _rows(rank, Counter(graphs), Counter(recorded), steps)
         rows += _rows(rank, operators, _recorded_operators(folder, operators), steps)
     return Comparison(rows=tuple(rows), order=order)
-
-
-def program_of(job: JobGraph, rank: int) -> Program:
-    """The program that a rank runs.
-
-    Raises:
-        UsageError: none does.
-    """
-    place, rest = {}, rank
-    for axis in reversed(job.mesh):
-        rest, place[axis.name] = divmod(rest, axis.size)
-    for program in job.programs:
-        if rank in program.ranks or (not program.ranks and program.coordinates.items() <= place.items()):
-            return program
-    raise UsageError(f"the graph has no program for rank {rank}")
 
 
 def _rows(

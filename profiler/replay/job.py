@@ -19,11 +19,13 @@ from echograph.errors import InputError
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.columns import Ragged
 from echograph.ir.graph import JobGraph, Workload
+from echograph.ir.traced import FREE, NOT_TRACED, NOT_TRACED_WORLD, ONE_OF_SEVERAL, PARTLY_TRACED, STEP, TRACE
 from echograph.ir.types import CollectiveKind, CopyDirection, DType, Duration, OpKind, Payload, Phase, Source
 from echograph.profiler.replay.profiling_overhead import Observed
-from echograph.profiler.replay.rank import TRACE, WorkItem, WorkKind, rank_work_items
+from echograph.profiler.replay.rank import WorkItem, WorkKind, rank_work_items
 from echograph.profiler.traces.alignment import align, clocks
 from echograph.profiler.traces.collectives import MESSAGES, CollectiveCall, Meeting, matched, meetings
+from echograph.profiler.traces.operands import TORCH_DTYPES
 from echograph.profiler.traces.trace import NONE, TraceSet
 from echograph.progress import Progress, silent
 
@@ -156,18 +158,6 @@ def _messages(of_rank: Mapping[int, Sequence[WorkItem]]) -> list[Together]:
     return found
 
 
-STEP = "step"
-"""What stands for the device in a duration that is not of the operation, but of the step that it ends."""
-FREE = "free step"
-"""What stands for the device in the duration of a step in which nothing was observed."""
-NOT_TRACED = "not traced"
-"""The group of collectives whose other ranks were not traced, or are not known."""
-NOT_TRACED_WORLD = "not traced (all ranks)"
-"""The group of such collectives where the trace says that all ranks of the job are in it."""
-PARTLY_TRACED = "partly traced"
-"""What names of groups begin with of which several ranks were traced, and others were not."""
-ONE_OF_SEVERAL = "one rank of several"
-"""The group of collectives that a rank of a larger job runs alone."""
 CPU = "cpu"
 UNNAMED = "unnamed device"
 """The device of traces in which one ran and none is named."""
@@ -178,11 +168,6 @@ _DIRECTIONS = {
     "DtoH": CopyDirection.DEVICE_TO_HOST,
     "DeviceToHost": CopyDirection.DEVICE_TO_HOST,
 }
-_DTYPES = {
-    "float": DType.FP32, "double": DType.FP64, "half": DType.FP16, "c10::half": DType.FP16,
-    "bfloat16": DType.BF16, "c10::bfloat16": DType.BF16, "long": DType.INT64, "long int": DType.INT64,
-    "int": DType.INT32, "short": DType.INT16, "char": DType.INT8, "bool": DType.BOOL,
-}  # fmt: skip
 _PAYLOADS = {Phase.BACKWARD: Payload.GRADIENT, Phase.OPTIMIZER: Payload.GRADIENT}
 
 
@@ -354,7 +339,7 @@ class _Lowering:
             group = self.builder.group(self._name_alone(rank, item.call), ranks=(rank,))
         return {
             "variant": CollectiveKind[item.call.kind.upper()], "group": group, "nbytes": item.nbytes,
-            "dtype": _DTYPES.get(item.call.dtype, DType.UINT8),
+            "dtype": TORCH_DTYPES.get(item.call.dtype, DType.UINT8),
             "payload": _PAYLOADS.get(item.phase, Payload.OTHER), "asynchronous": 1,
         }  # fmt: skip
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from echograph.ir.columns import Int64
+from echograph.ir.traced import TRACE
 from echograph.ir.types import Phase
 from echograph.profiler.replay.profiling_overhead import Costs, Observed, costs
 from echograph.profiler.traces.collectives import MESSAGES, MOST_MOVED, CollectiveCall, collectives
@@ -333,7 +334,6 @@ GAP = "gap"
 """Time of a thread in which no operator or call ran: Python, or what the profiler does not see."""
 START = "start"
 """From the first event of the job to the first one of the rank."""
-TRACE = "trace"
 """What marks the begin and the end of all that was traced of a rank."""
 MAIN = "main"
 WAIT = "wait"

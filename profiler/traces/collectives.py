@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from echograph.errors import FormatError, InputError
 from echograph.ir.columns import Bools, Int64
 from echograph.ir.comms.record import NativeSource
 from echograph.profiler.traces.events import details
@@ -33,6 +32,9 @@ class RecordedGroups:
     """The calls of a rank with their groups, by the time at which they were made; none without such a trace.
 
     A recording has both traces in one folder, and their times are of one clock.
+
+    Raises:
+        FormatError: the trace of collectives is none, or says what cannot be.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -42,16 +44,13 @@ class RecordedGroups:
         if not path.is_file() or not isinstance(base, int):
             return
         source = NativeSource(path)
-        try:
-            source.open()
-            found = [
-                (queued * PS_PER_NS - base * PS_PER_NS - trace.origin, what.group, what.channel)
-                for rows in source.rows()
-                for number, _, queued, *_ in rows.tolist()
-                if (what := source.signatures[number]) is not None
-            ]
-        except (InputError, FormatError):
-            return
+        source.open()
+        found = [
+            (queued * PS_PER_NS - base * PS_PER_NS - trace.origin, what.group, what.channel)
+            for rows in source.rows()
+            for number, _, queued, *_ in rows.tolist()
+            if (what := source.signatures[number]) is not None
+        ]
         found.sort()
         self.times = [time for time, *_ in found]
         self.groups = [(name, source.groups.get(name, ()), channel) for _, name, channel in found]

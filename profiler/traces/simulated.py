@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -25,25 +25,19 @@ PATH = "simulated step"
 _STEP = ("ProfilerStep#0", "user_annotation")
 
 
-def simulated_traces(
-    graph: Graph, timeline: Timeline, programs: Iterable[int] | None = None, *, ranks: Sequence[int] = ()
-) -> TraceSet:
+def simulated_traces(graph: Graph, timeline: Timeline) -> TraceSet:
     """A timeline as traces, equal to those read from its Chrome trace (`ir.exporters.chrome`), but without a file.
 
     Args:
         graph: the graph that ran.
-        timeline: when it ran.
-        programs: which programs to take; None takes all.
-        ranks: the rank that each of the timeline's programs stands for; where none are given, the programs are
-            those of the graph, and each stands for the first rank that runs it.
+        timeline: when it ran; its programs are the graph's, and each stands for the first rank that runs it.
 
     Raises:
         UsageError: the timeline has no program.
     """
-    chosen = sorted(set(range(len(timeline.programs)) if programs is None else programs))
-    ranks = ranks or [graph.lowest_rank(number) for number in range(len(timeline.programs))]
     columns = _Columns(graph, timeline)
-    return TraceSet({ranks[number]: columns.trace(number, ranks[number]) for number in chosen})
+    ranks = [graph.lowest_rank(number) for number in range(len(timeline.programs))]
+    return TraceSet({rank: columns.trace(number, rank) for number, rank in enumerate(ranks)})
 
 
 class _Columns:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echograph.errors import UnavailableError, UnknownNameError
+from echograph.ir.comms.bandwidth import bus_factor
 from echograph.registry import Table
 from echograph.simulator.clusters import Cluster, GroupPlacement
 from echograph.simulator.clusters.fabric import ProtocolName
@@ -26,7 +27,6 @@ __all__ = [
     "CollectiveName",
     "Cost",
     "Seconds",
-    "bus_factor",
     "collective_curve",
     "collective_time",
 ]
@@ -87,15 +87,6 @@ class Algorithm:
     cost: Callable[[CollectiveName, Bytes, Links, ProtocolName], Cost]
     pattern: Callable[[CollectiveName], Pattern]
     by_name: bool = False
-
-
-def bus_factor(kind: CollectiveName, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it (PERFORMANCE.md of NVIDIA/nccl-tests)."""
-    if kind == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (ranks - 1) / ranks
-    return 1.0
 
 
 _HERE = "echograph.simulator.collectives"
@@ -193,7 +184,7 @@ def collective_time(
         algorithm=chosen.name,
         protocol=name,
         source=_source(links),
-        bus_bandwidth=bus_factor(kind, links.ranks) * size / seconds if seconds and kind != "barrier" else 0.0,
+        bus_bandwidth=bus_factor(kind, links.ranks) * size / seconds if seconds else 0.0,
         steps=cost.steps,
         node_s=float(cost.node_s),
         network_s=float(cost.network_s),

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from echograph.workflow.formats import export, import_
     from echograph.workflow.jobs import JobPlacement, simulate_jobs
     from echograph.workflow.plan import Plan, passes
-    from echograph.workflow.predict import lower, replay, simulate
+    from echograph.workflow.predict import lower, simulate
+    from echograph.workflow.replay import replay
     from echograph.workflow.scenario import Scenario
     from echograph.workflow.search import search
     from echograph.workflow.system import System
@@ -89,7 +90,7 @@ _HOMES = {
     "lower": "workflow.predict",
     "passes": "workflow.plan",
     "record": "profiler.record.recorder",
-    "replay": "workflow.predict",
+    "replay": "workflow.replay",
     "save": "ir.serde",
     "search": "workflow.search",
     "simulate": "workflow.predict",

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from echograph.workflow import predict as predictions
-from echograph.workflow.predict import FEW
+from echograph.workflow import feasible
+from echograph.workflow.feasible import FEW
 
 ALARM = "\x1b[1;31m"
 
@@ -106,7 +106,7 @@ def test_few_plans_are_tried_where_nobody_asked(
     def none_fits(job: Any, *_: Any) -> None:
         tried.append(job)
 
-    monkeypatch.setattr(predictions, "largest_memory", none_fits)
+    monkeypatch.setattr(feasible, "largest_memory", none_fits)
     first = lines(cli, *little)[0]
     assert first.endswith("share it over more --tp, --pp or --zero 3 ranks")
     assert 0 < len(tried) <= FEW
@@ -117,7 +117,7 @@ def test_few_plans_are_tried_where_nobody_asked(
 
 def test_what_cannot_be_enough_is_not_tried() -> None:
     from echograph.simulator.memory import Memory
-    from echograph.workflow.predict import _may_be_enough
+    from echograph.workflow.feasible import _may_be_enough
 
     memory = Memory(
         peak_bytes=150,

@@ -27,6 +27,24 @@ def mentions(text: str) -> Iterator[str]:
             yield word
 
 
+def files_of_diagrams(text: str) -> Iterator[str]:
+    """Files and folders in the diagrams of a page, and files that its prose names by the end of their path."""
+    for diagram in re.findall(r"```mermaid\n(.*?)```", text, flags=re.DOTALL):
+        for label in re.findall(r'"([^"]+)"', diagram):
+            yield from re.findall(r"[\w/]+/[\w.]*", label.replace("<br/>", " "))
+    yield from re.findall(r"`(\w+/[\w/]+\.py)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+SOURCES = [
+    str(path.relative_to(ROOT)) for top in FOLDERS if (ROOT / top).is_dir() for path in (ROOT / top).rglob("*.py")
+]
+
+
+def is_source(word: str) -> bool:
+    """Whether it is the end of a source file's path, or a folder of one."""
+    return any(path.endswith(f"/{word}") or (f"/{word}" in f"/{path}" and word.endswith("/")) for path in SOURCES)
+
+
 def is_there(word: str) -> bool:
     """Whether a path, from the top or from the package, or a dotted name leads to something."""
     if "/" in word:
@@ -49,7 +67,18 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     assert [word for word in found if not TO_BE_WRITTEN.search(word) and not is_there(word)] == []
 
 
+# These two name files of other projects.
+OWN = [page for page in PAGES if page.name not in ("accuracy.md", "adapters.md")]
+
+
+@pytest.mark.parametrize("page", OWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_by_their_ends_are_there(page: Path) -> None:
+    found = set(files_of_diagrams(page.read_text(encoding="utf-8")))
+    assert [word for word in sorted(found) if not (is_source(word) or is_there(word))] == []
+
+
 def test_what_is_not_there_is_seen() -> None:
+    assert is_source("costs/gemm.py") and is_source("engine/") and not is_source("memory/nothing.py")
     text = "`ir/passes/nothing.py`, `ir/graph.py`, `echograph.ir.graph.Nothing`, `echograph.ir.graph.Graph`, `tp`"
     assert [word for word in mentions(text) if not is_there(word)] == [
         "ir/passes/nothing.py", "echograph.ir.graph.Nothing",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from echograph.models import model_names
+
 pytest.importorskip("torch")
 pytest.importorskip("onnxscript", reason="needs the [onnx] extra")
 
@@ -41,6 +43,10 @@ def test_each_file_is_an_example_or_made_by_an_earlier_line(folder: Path) -> Non
             assert name in made | now or (folder / name).exists(), f"{line}: {name} is made by no earlier line"
         made |= now
     assert len(lines()) > 25
+
+
+def test_the_zoo_is_as_large_as_is_said() -> None:
+    assert f"# {len(model_names())} models, none needs a download" in README
 
 
 CHEAP = ("echoc models", "echosim clusters", "echoprof fit --nccl-tests")

@@ -93,7 +93,10 @@ def _made_at(
         return None
     _, instance, op = source
     same = int(schedule.position(np.int64(instance), np.int64(micro_batch), np.int64(op)))
-    return same if 0 <= same < now else schedule.last_position(instance, op, now)
+    if 0 <= same < now:
+        return same
+    any_time = schedule.position(np.int64(instance), schedule.micro_batches, np.int64(op))
+    return max((at for at in any_time.tolist() if 0 <= at < now), default=-1)
 
 
 def _ranks(graph: Graph, program: Program) -> list[int]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 from conformance_graphs import GRAPHS
 
+from echograph.errors import GraphError
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.graph import JobGraph
+
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_ids_are_dense_and_point_back(name: str) -> None:
@@ -52,3 +56,22 @@ def test_world_size_is_the_mesh_or_the_listed_ranks() -> None:
     assert GRAPHS["job"]().world_size == 8
     assert GRAPHS["ranks"]().world_size == 2
     assert GRAPHS["two_layers"]().world_size == 1
+
+
+def test_a_rank_has_one_program_and_its_role_a_name() -> None:
+    builder = GraphBuilder(name="imported")
+    for rank in (4, 9):
+        builder.program([], ranks=(rank,))
+    listed = builder.build(JobGraph)
+    assert [listed.role_name(number) for number in range(2)] == ["rank 4", "rank 9"]
+    assert listed.program_of(9) == 1
+    for rank in (0, -1):
+        with pytest.raises(GraphError, match=f"no program for rank {rank}"):
+            listed.program_of(rank)
+    staged = GRAPHS["job"]()
+    owners = [staged.program_of(rank) for rank in range(staged.world_size)]
+    assert [owners.count(number) for number in range(len(staged.programs))] == [
+        staged.rank_count(number) for number in range(len(staged.programs))
+    ]
+    with pytest.raises(GraphError):
+        staged.program_of(staged.world_size)

@@ -28,11 +28,3 @@ def test_what_does_not_run_has_no_position() -> None:
     assert first.position(zero, zero + 1, zero + 6).tolist() == [12]
     assert first.position(zero, zero, zero + 8).tolist() == [-1]
     assert first.micro_batches.tolist() == [0, 1]
-
-
-def test_last_position_looks_across_micro_batches() -> None:
-    graph = GRAPHS["job"]()
-    first = Schedule(graph, graph.programs[0])
-    assert first.last_position(0, 5, before=100) == 11
-    assert first.last_position(0, 5, before=11) == 8
-    assert first.last_position(0, 5, before=8) == -1

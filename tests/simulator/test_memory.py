@@ -14,15 +14,17 @@ from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import DType, Phase, TensorRole
-from echograph.simulator.memory import Lifetimes, Memories, Memory, Runtime, Usage, largest_memory, memory
+from echograph.simulator.memory import Memory, Runtime, largest_memory, memory
 from echograph.simulator.memory.allocator import CachingAllocator
+from echograph.simulator.memory.lifetimes import Allocations, Lifetimes
+from echograph.simulator.memory.usage import Usage
 
 GIB = 2**30
 BARE = Runtime(cublas_workspace_bytes=(), cuda_context_bytes=0, nccl_bytes=0, nccl_pair_bytes=0)
 
 
 def usage(job: JobGraph, program: int = 0) -> Usage:
-    return Usage(Lifetimes(Memories(job), program))
+    return Usage(Lifetimes(Allocations(job), program))
 
 
 def of(job: JobGraph, program: int = 0, capacity: int = 80 * GIB, runtime: Runtime = BARE) -> Memory:
@@ -32,8 +34,8 @@ def of(job: JobGraph, program: int = 0, capacity: int = 80 * GIB, runtime: Runti
 
 
 def levels_operation_by_operation(job: JobGraph, program: int) -> list[int]:
-    """Bytes while each operation runs, from readers counted one by one, without calls, courses or blocks."""
-    graph = usage(job, program).lifetimes.memories
+    """Bytes while each operation runs, from readers counted one by one, without calls, sequences or blocks."""
+    graph = usage(job, program).lifetimes.allocations
     run = [
         (block, instance, op, micro_batch)
         for block, begin, end, instance, micro_batch in job.programs[program].calls.tolist()
@@ -199,7 +201,7 @@ def test_the_verdict_is_the_allocators() -> None:
 
 
 def test_a_step_too_long_to_replay_has_no_reserved_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echograph.simulator.memory.MAX_REPLAYED", 10)
+    monkeypatch.setattr("echograph.simulator.memory.usage.MAX_REPLAYED", 10)
     result = of(JOBS["folded"](), capacity=GIB)
     assert result.reserved_bytes is None
     assert result.fits

@@ -18,7 +18,7 @@ from echograph.ir.types import ANY_HOST, CollectiveKind, DType, Duration, OpKind
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import Scale
-from echograph.simulator.memory import Memories
+from echograph.simulator.memory.lifetimes import Allocations
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 
@@ -202,7 +202,7 @@ def test_tensors_whose_bytes_have_no_sum_are_refused() -> None:
     tensors = [builder.tensor(f"w{n}", (2**57,), DType.FP32, TensorRole.PARAMETER) for n in range(9)]
     builder.compute("aten.add", inputs=tensors, flops=1)
     with pytest.raises(SimulationError, match="a step's tensors are beyond 2\\^62 bytes together"):
-        Memories(builder.build(JobGraph))
+        Allocations(builder.build(JobGraph))
 
 
 def test_the_host_pays_for_the_first_operation_of_a_cuda_graph_alone() -> None:

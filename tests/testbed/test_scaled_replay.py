@@ -16,7 +16,7 @@ from namespaces import Bed, why_not
 
 from echograph.profiler.replay import lower
 from echograph.profiler.traces import read_traces
-from echograph.workflow.predict import StepTime, replay, steps
+from echograph.workflow.replay import StepTime, replay, steps
 from echograph.workflow.system import System
 
 WORKER = Path(__file__).with_name("replay_worker.py")

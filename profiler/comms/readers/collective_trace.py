@@ -89,6 +89,9 @@ class CollectiveTraceSource(CallSource):
                 self.problems["unreadable lines"] += 1
                 continue
             what, ranks, duration_ns = parsed
+            _, _, size, dims, dtype, *_ = what
+            if dims and prod(dims) and not size:
+                self.problems[f"calls of unknown type {dtype[:40]}, whose bytes are not counted"] += 1
             self.groups.setdefault(what[1], ranks)
             self.world = max(self.world, *ranks, self.rank + 1)
             if what not in known:

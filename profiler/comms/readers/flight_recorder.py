@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from echograph.errors import FormatError
+from echograph.ir.comms.bandwidth import message_bytes
 from echograph.ir.comms.record import (
     COLUMNS,
     MAX_SEQUENCE,
@@ -28,7 +29,6 @@ from echograph.ir.comms.record import (
 )
 from echograph.ir.files import read_whole
 from echograph.ir.plain_pickle import plain_pickle
-from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.groups import spell_ranks
 
 MAX_BYTES = 1 << 30
@@ -40,9 +40,11 @@ _NEEDED = (
     "profiling_name", "process_group", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes",
     "time_created_ns",
 )  # fmt: skip
+# PyTorch's names of element types (c10/core/ScalarType.h).
 _ITEM_BYTES = {
-    "Double": 8, "Long": 8, "ComplexFloat": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2,
-    "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1,
+    "ComplexDouble": 16, "Double": 8, "Long": 8, "UInt64": 8, "ComplexFloat": 8, "Float": 4, "Int": 4, "UInt32": 4,
+    "ComplexHalf": 4, "Half": 2, "BFloat16": 2, "Short": 2, "UInt16": 2, "Byte": 1, "Char": 1, "Bool": 1,
+    "Float8_e4m3fn": 1, "Float8_e5m2": 1, "Float8_e4m3fnuz": 1, "Float8_e5m2fnuz": 1, "Float8_e8m0fnu": 1,
 }  # fmt: skip
 _NAMES = {
     "_all_gather_base": "all_gather_into_tensor",
@@ -92,6 +94,8 @@ class FlightRecorderSource(CallSource):
         self._dump = read_dump(data, str(self.path))
         number = _RANK.search(self.path.name)
         self.rank = int(number[1]) if number else 0
+        if number is None:
+            self.problems["dumps whose names have no rank, taken for those of rank 0"] += 1
         configs = self._dump.get("pg_config") or {}
         for name, config in _converted(configs, dict[str | int, _Group], f"{self.path}: pg_config").items():
             ranks = re.findall(r"[0-9]+", config.ranks)
@@ -137,7 +141,8 @@ class FlightRecorderSource(CallSource):
         self.groups.setdefault(name, ranks)
         op, _, peer = entry.profiling_name.partition(":")[2].partition(" ")
         op = _NAMES.get(op, op)
-        given, got = _bytes(entry.input_sizes, entry.input_dtypes), _bytes(entry.output_sizes, entry.output_dtypes)
+        given = self._bytes(entry.input_sizes, entry.input_dtypes)
+        got = self._bytes(entry.output_sizes, entry.output_dtypes)
         size = message_bytes(op, given, got, len(ranks))
         if max(given, got, size) > MAX_MESSAGE_BYTES:
             raise FormatError(
@@ -148,6 +153,16 @@ class FlightRecorderSource(CallSource):
         channel = f"{name}:{peer}@{self.rank}" if entry.is_p2p else name
         sequence = entry.p2p_seq_id if entry.is_p2p else entry.collective_seq_id
         return (op, name, channel, size, given, got, shapes, dtype), sequence or 0
+
+    def _bytes(self, sizes: list[list[int]], dtypes: list[str]) -> int:
+        """Bytes of tensors; those of a type that is not known here are counted as a problem, and have none."""
+        kinds, total = list(dtypes) + list(dtypes[-1:]) * (len(sizes) - len(dtypes)), 0
+        for shape, kind in zip(sizes, kinds, strict=False):
+            if kind in _ITEM_BYTES:
+                total += prod(shape[:MAX_DIMS]) * _ITEM_BYTES[kind]
+            else:
+                self.problems[f"tensors of unknown type {kind[:40]}, whose bytes are not counted"] += 1
+        return total
 
 
 def _converted(value: Any, kind: Any, where: str) -> Any:
@@ -187,13 +202,6 @@ def _times(entry: _Entry) -> tuple[int, int, int, int]:
     if completed and entry.duration_ms is not None:
         return created, max(0, end - round(entry.duration_ms * 1e6)), end, UNKNOWN
     return created, started - created if started else UNKNOWN, end, UNKNOWN
-
-
-def _bytes(sizes: list[list[int]], dtypes: list[str]) -> int:
-    kinds = list(dtypes) + list(dtypes[-1:]) * (len(sizes) - len(dtypes))
-    return sum(
-        prod(shape[:MAX_DIMS]) * _ITEM_BYTES.get(kind, 0) for shape, kind in zip(sizes, kinds, strict=False)
-    )
 
 
 def _signature(number: int, what: tuple[Any, ...]) -> CallSignature:

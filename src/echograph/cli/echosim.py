@@ -38,9 +38,8 @@ from echograph.cli.output import (
 )
 from echograph.errors import UsageError
 from echograph.frontend.pytorch.spec import ModelSizes
-from echograph.ir.graph import JobGraph
 from echograph.options import given, option_name, parse_ranks
-from echograph.units import format_bytes, format_time
+from echograph.units import format_bytes
 from echograph.workflow.find import SearchOptions
 from echograph.workflow.jobs import JobPlacement
 from echograph.workflow.plan import Plan
@@ -51,8 +50,6 @@ from echograph.workflow.training import TrainingOptions
 from echograph.workflow.workers import WorkerOptions
 
 if TYPE_CHECKING:
-    from echograph.simulator.result import Result
-    from echograph.workflow.predict import StepTime
     from echograph.workflow.search import SearchResult
 
 app = make_app("echosim", "Simulate a workload graph on a cluster: step time, where it goes, how sure it is.")
@@ -287,55 +284,18 @@ def replay_command(
     as_json: Json = False,
 ) -> None:
     """Run a traced job again with its measured durations: step time, where it goes, error against the measured."""
-    from echograph.workflow.predict import is_traced, replay, replay_record, steps
+    from echograph.workflow.replay import replayed_job
 
     check_outputs({"the job": job}, {"--output": output, "--trace": trace})
     scales = Scenario(scale=tuple(scale or ()), without=tuple(without or ())).scales
     system = None if cluster is None else System(cluster)
     with reading(job) as (loaded, say):
-        if not (isinstance(loaded, JobGraph) and is_traced(loaded)):
-            raise UsageError(
-                f"{job}: holds no measured step: echosim run it, or give a job of echoc import kineto"
-            )
         say("replaying")
-        result = replay(loaded, system=system, gpus=gpus, scales=scales)
-        found = steps(result)
-    changed = bool(cluster or gpus or scale or without)
-    record = replay_record(result, found, changed=changed)
-    print_json(record) if as_json else _print_replay(result, record, found, changed=changed)
+        found = replayed_job(loaded, system=system, gpus=gpus, scales=scales)
+    record = found.to_json()
+    print_json(record) if as_json else print_text(str(found))
     write_json(output, record, "result")
-    write_trace(trace, result)
-
-
-def _print_replay(result: Result, record: dict[str, Any], found: Sequence[StepTime], *, changed: bool) -> None:
-    from echograph.workflow.predict import TRACE, shown_steps, step_medians
-
-    shown = shown_steps(found)
-    what = "step" if shown[0].name != TRACE else "trace"
-    print_line(f"{result.model} on {result.gpus} ranks ({result.device})")
-    replayed, measured = (round(record[f"{word}_step_s"] * 1e12) for word in ("replayed", "measured"))
-    ratio = replayed / measured - 1 if measured else 0.0
-    said = "measured, other" if changed else "measured"
-    print_line(f"  {what:<14}{format_time(replayed)}   ({said}: {format_time(measured)}, {ratio:+.2%})")
-    if free := step_medians(found):
-        ratio = free[1] / free[2] - 1
-        print_line(f"  not recorded  {free[2] * 1e3:.4g} ms   (median of the free steps; replayed: {ratio:+.2%})")
-    parts = record["breakdown_s"]
-    flat = {"compute": parts["compute"], "host": parts["host"], "wait": parts["wait"] + parts["bubble"]}
-    flat |= {f"{axis} communication": value for axis, value in parts["exposed_communication"].items()}
-    times = ", ".join(f"{name} {format_time(round(value * 1e12))}" for name, value in flat.items() if value)
-    whose = f"rank {result.ends_last.rank}"
-    print_line(f"  where it goes {times} (all of the trace, {whose}, which ends last)")
-    limits = ", ".join(f"{name} {value / record['trace_s']:.0%}" for name, value in record["limits_s"].items())
-    print_line(f"  limited by    {limits} (of the critical path)")
-    for line in result.collective_lines(algorithms=False):
-        print_line(line)
-    if len(shown) > 1:
-        rows = [
-            (s.role, s.name, *(f"{t * 1e3:.4g}" for t in (s.measured_s, s.replayed_s)), f"{s.error:+.2%}")
-            for s in shown
-        ]
-        print_table(("rank", "step", "measured ms", "replayed ms", "difference"), rows)
+    write_trace(trace, found.result)
 
 
 @app.command("compare")

@@ -13,11 +13,12 @@ import numpy as np
 from echograph.errors import PlanError, UsageError
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.traced import is_traced
 from echograph.options import option
 from echograph.simulator.clusters import Cluster
 from echograph.units import GB, GIB, format_bytes, format_time
 from echograph.workflow.plan import Plan
-from echograph.workflow.predict import is_traced, lower, on_system
+from echograph.workflow.predict import lower, on_system
 from echograph.workflow.system import System
 
 if TYPE_CHECKING:

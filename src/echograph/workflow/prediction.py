@@ -12,15 +12,15 @@ from echograph.options import option
 from echograph.progress import Progress, silent
 from echograph.simulator.memory import TENSORS
 from echograph.simulator.result import Result
-from echograph.workflow.plan import Plan, cluster_notes
-from echograph.workflow.predict import (
+from echograph.workflow.feasible import (
     FEW,
     MOST_TRIED,
     feasible_plans,
-    predict,
     refuse_if_it_does_not_fit,
     shortage,
 )
+from echograph.workflow.plan import Plan, cluster_notes
+from echograph.workflow.predict import predict
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System, runtime_of
 from echograph.workflow.training import Training, TrainingOptions, training

@@ -246,13 +246,13 @@ class System:
         )
 
     def peak_flops_per_s(self, graph: Graph) -> float:
-        """FLOP/s of one device in the type of the step; 0 where it is not known."""
+        """FLOP/s of one device in the type of the step; 0 where it is not known, as of fp64."""
         if self.device is None:
             return 0.0
         from echograph.profiler.costs.estimate import DTYPE_NAMES
         from echograph.profiler.costs.gemm import STAND_IN
 
-        peaks, name = self.device.datasheet.peak_flops_per_s, DTYPE_NAMES.get(graph.workload.dtype, "fp32")
+        peaks, name = self.device.datasheet.peak_flops_per_s, DTYPE_NAMES.get(graph.workload.dtype, "")
         return peaks.get(name) or peaks.get(STAND_IN.get(name, name), 0.0)
 
 

@@ -27,7 +27,7 @@ from echograph.frontend.scripts.world import World
 from echograph.ir import types as t
 from echograph.ir.graph import BETWEEN_STEPS, JobGraph
 from echograph.profiler.costs.host import load_units
-from echograph.simulator.memory import Lifetimes, Memories
+from echograph.simulator.memory.lifetimes import Allocations, Lifetimes
 from echograph.units import to_ps
 from echograph.workflow.predict import predict
 
@@ -223,9 +223,9 @@ def test_a_stage_keeps_its_last_input_and_the_gradient_of_it(job: JobGraph) -> N
     Beside it, the optimizer has fp32 copies of its share of gradients in 16 bit, as large as its masters, and
     rotary embeddings their frequencies, one block of the allocator.
     """
-    one, memories = LENGTH // TENSOR * HIDDEN * 2, Memories(job)
+    one, allocations = LENGTH // TENSOR * HIDDEN * 2, Allocations(job)
     for stage, program in enumerate(job.programs):
-        rows = [job.locate_tensor(int(n))[2] for n in Lifetimes(memories, stage).before]
+        rows = [job.locate_tensor(int(n))[2] for n in Lifetimes(allocations, stage).before]
         masters = [job.tensors[row].nbytes for row in rows if job.tensors[row].name.endswith(".master")]
         assert masters
         blocks = sum(-(-nbytes // 512) * 512 for nbytes in masters)

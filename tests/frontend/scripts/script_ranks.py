@@ -15,8 +15,8 @@ from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
+from echograph.ir.comms.bandwidth import family
 from echograph.ir.comms.record import NativeSource
-from echograph.profiler.comms.bandwidth import family
 from echograph.profiler.comms.launch import STARTUP
 
 PROGRAMS = Path(__file__).with_name("programs")

@@ -12,7 +12,7 @@ from echograph.profiler.analyses import ANALYSES
 from echograph.profiler.page.report import lanes_of
 from echograph.profiler.replay import lower
 from echograph.profiler.traces import TraceSet
-from echograph.workflow.predict import replay
+from echograph.workflow.replay import replay
 
 US = 1_000_000
 NAMED = (0, 1)

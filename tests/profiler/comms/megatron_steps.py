@@ -27,7 +27,7 @@ from echograph.frontend.megatron.shims import shimmed
 from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.world import World
-from echograph.profiler.comms.bandwidth import family
+from echograph.ir.comms.bandwidth import family
 
 
 def flown() -> Counter[str]:

@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="needs the [torch] extra")
 
 from comms_jobs import run_job
 
-from echograph.profiler.comms.bandwidth import family
+from echograph.ir.comms.bandwidth import family
 from echograph.profiler.comms.report import Report, report_on
 
 pytestmark = pytest.mark.torch

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from echograph.ir.comms.bandwidth import bus_factor, family, message_bytes
 from echograph.ir.comms.record import FORMAT, CallSignature, EndLine, GroupLine, HeaderLine, encode
 from echograph.profiler.comms import report as report_module
-from echograph.profiler.comms.bandwidth import bus_factor, family, message_bytes
 from echograph.profiler.comms.report import report_on
 from echograph.profiler.comms.views import ChromeTrace, page, seconds, size
 

@@ -71,7 +71,7 @@ def test_no_damage_to_a_file_is_more_than_the_loss_of_lines(
 
 
 def test_files_of_other_versions_and_kinds_are_passed_over_and_named(tmp_path: Path) -> None:
-    write(tmp_path, HEADER, WHAT, row(0, 0, 0, 0, 1, 0), EndLine(calls=1))
+    write(tmp_path, HEADER, GroupLine(name="0", ranks=(0,)), WHAT, row(0, 0, 0, 0, 1, 0), EndLine(calls=1))
     newer = HeaderLine(format=FORMAT, version=(2, 3), rank=1, world=2)
     write(tmp_path, newer, rank=1)
     (tmp_path / "notes.txt").write_text("nothing\n")
@@ -187,6 +187,36 @@ def test_dumps_of_the_flight_recorder(tmp_path: Path) -> None:
     assert operation["busbw_GBps"] == pytest.approx(2048 / 5e-6 * 3 / 4 * 1e-9)
     assert report.problems == {"unreadable entries": 4}
     assert [call["sequence"] for call in report.unfinished] == [5] * 4
+
+
+def test_what_a_dump_does_not_say_is_counted(tmp_path: Path) -> None:
+    """A type of unknown size, the rank in the file's name, and the ranks of the group."""
+    unknown = ENTRY | {"collective_seq_id": 5, "output_dtypes": ["Bits16"]}
+    (tmp_path / "dump").write_text(json.dumps({"version": "2.10", "entries": [ENTRY, unknown]}))
+    report = report_on(tmp_path)
+    assert {operation["bytes"] for operation in report.operations} == {2048, 0}
+    assert report.problems == {
+        "dumps whose names have no rank, taken for those of rank 0": 1,
+        "tensors of unknown type Bits16, whose bytes are not counted": 1,
+        "calls of groups whose ranks are not said: bus bandwidth as of all files": 2,
+    }
+
+
+def test_calls_that_the_tracer_could_not_describe_are_told(tmp_path: Path) -> None:
+    group = GroupLine(name="0", ranks=(0,))
+    write(tmp_path, HEADER, group, WHAT, row(0, 0, 100, 0, 10, 0), EndLine(calls=1, errors=3))
+    report = report_on(tmp_path)
+    assert report.problems == {"calls that the tracer could not describe, left out": 3}
+
+
+def test_a_log_with_a_type_of_unknown_size(tmp_path: Path) -> None:
+    (tmp_path / "trace-0").write_text(
+        "[TRACE] global rank 0 in GROUP_0 - all_reduce - async:0, Size: 0.00 MB, Shape: (4, 4), "
+        "Dtype: torch.bits16, Duration: 1.0 ms, GROUP size 2  = [0, 1], call count: 1\n"
+    )
+    report = report_on(tmp_path)
+    assert report.operations[0]["bytes"] == 0
+    assert report.problems["calls of unknown type bits16, whose bytes are not counted"] == 1
 
 
 def test_pytorchs_own_dump_is_read_without_unpickling() -> None:

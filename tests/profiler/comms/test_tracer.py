@@ -247,6 +247,9 @@ def test_what_the_tracer_cannot_describe_is_counted_and_goes_on(
         dist.all_reduce(ones(1))
         assert capture.errors == before + 2
         monkeypatch.undo()
+        monkeypatch.setattr(capture._events, "read", lambda: 1 / 0)
+        capture.read_events()
+        assert capture.errors == before + 3
     assert tracer.calls == 1
     assert capsys.readouterr().err.count("could not be traced") == (before == 0)
     capture.errors = 0

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import all_reduce as imported_before
 
 import echograph
-from echograph.profiler.comms.bandwidth import family
+from echograph.ir.comms.bandwidth import family
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

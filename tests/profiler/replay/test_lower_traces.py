@@ -16,7 +16,7 @@ from echograph.ir.types import CollectiveKind, Copy, OpKind, Phase, Source
 from echograph.profiler.replay import lower
 from echograph.profiler.traces import TraceSet, read_traces
 from echograph.simulator.limits import parse_scale
-from echograph.workflow.predict import replay, steps
+from echograph.workflow.replay import replay, steps
 from echograph.workflow.system import System
 
 SETS = (

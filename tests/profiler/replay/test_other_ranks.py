@@ -14,7 +14,7 @@ from echograph.profiler.replay import lower
 from echograph.profiler.replay.job import CPU, UNNAMED
 from echograph.profiler.traces import TraceSet, read_trace, read_traces
 from echograph.simulator.limits import parse_scale
-from echograph.workflow.predict import replay
+from echograph.workflow.replay import replay
 from echograph.workflow.system import System
 
 CLUSTER = "dgx-a100"

@@ -16,7 +16,7 @@ from echograph.profiler.replay import Observed, lower
 from echograph.profiler.traces import TraceSet, read_traces
 from echograph.simulator.limits import parse_scale
 from echograph.workflow.formats.kineto import load as load_kineto
-from echograph.workflow.predict import replay, step_medians, steps
+from echograph.workflow.replay import replay, step_medians, steps
 
 US = 1e-6
 OVERHEAD = Overhead(

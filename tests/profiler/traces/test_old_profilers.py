@@ -12,7 +12,7 @@ from echograph.profiler.analyses import ANALYSES
 from echograph.profiler.replay import lower
 from echograph.profiler.traces import Trace, TraceSet, read_trace
 from echograph.profiler.traces.trace import NONE
-from echograph.workflow.predict import replay
+from echograph.workflow.replay import replay
 
 # The versions of PyTorch: what they called operators, annotations on the host and on the device, calls, work.
 NAMES = {

@@ -60,8 +60,8 @@ def run(make: Callable[[], JobGraph], work_ps: int) -> tuple[JobGraph, Timeline]
     return job, simulate(job, CLUSTER, HOST).timeline
 
 
-def read_back(job: JobGraph, timeline: Timeline, path: Path, **options: object) -> TraceSet:
-    path.write_text("".join(chrome_trace(job, timeline, **options)))
+def read_back(job: JobGraph, timeline: Timeline, path: Path) -> TraceSet:
+    path.write_text("".join(chrome_trace(job, timeline)))
     return read_traces(path)
 
 
@@ -130,9 +130,9 @@ def said_by(trace: Trace) -> dict[str, dict[int, object]]:
     }
 
 
-def check_columns(job: JobGraph, timeline: Timeline, path: Path, **options: object) -> None:
+def check_columns(job: JobGraph, timeline: Timeline, path: Path) -> None:
     """A timeline as traces is what its file holds, and analyses answer alike."""
-    read, made = read_back(job, timeline, path, **options), simulated_traces(job, timeline, **options)
+    read, made = read_back(job, timeline, path), simulated_traces(job, timeline)
     assert list(made) == list(read)
     for ours, theirs in zip(made.values(), read.values(), strict=True):
         for column in ("start", "duration", "pid", "tid", "stream", "correlation", "external_id"):
@@ -167,11 +167,6 @@ def test_a_timeline_needs_no_file_to_be_analysed(name: str, tmp_path: Path) -> N
 def test_timelines_of_random_jobs_need_no_file(seed: int, tmp_path: Path) -> None:
     job, timeline = run(RandomJob(seed, stages=1 + seed % 4).build, 11 * US + seed)
     check_columns(job, timeline, tmp_path / "trace.json")
-
-
-def test_some_programs_of_a_timeline_are_the_ranks_that_one_says(tmp_path: Path) -> None:
-    job, timeline = run(*JOBS["pipeline"])
-    check_columns(job, timeline, tmp_path / "trace.json", programs=[1, 3], ranks=(3, 7, 11, 15))
 
 
 def test_jobs_that_are_checked_overlap_and_stand_still() -> None:
@@ -214,13 +209,12 @@ def test_processes_are_ranks(tmp_path: Path) -> None:
         assert list(read_traces(path, [8], cache_folder=tmp_path / "cache")) == [8]
     with pytest.raises(UsageError, match="no trace of rank 1; there is 0, 4, 8, 12"):
         read_traces(path, [1])
-    named = read_back(job, timeline, path, programs=[1, 3], ranks=(3, 7, 11, 15))
-    assert list(named) == [7, 15]
-    groups = {("pp 3", (3, 7, 11, 15)), ("dp 4", (4, 5, 6, 7)), ("dp 12", (12, 13, 14, 15))}
-    assert of_job(path, groups) == {"world_size": 16}
-    read_back(job, timeline, path, programs=[2])
-    groups = {("pp 0", (0, 4, 8, 12)), ("dp 8", (8, 9, 10, 11))}
-    assert of_job(path, groups) == {"world_size": 16, "rank": 8}
+    path.write_text("".join(chrome_trace(job, timeline, ranks=(3, 7, 11, 15))))
+    assert list(read_traces(path)) == [3, 7, 11, 15]
+    groups = {(f"dp {first}", tuple(range(first, first + 4))) for first in (0, 4, 8, 12)}
+    assert of_job(path, {("pp 3", (3, 7, 11, 15)), *groups}) == {"world_size": 16}
+    read_back(*run(*JOBS["bound by the host"]), path)
+    assert of_job(path, {("dp 0", tuple(range(8)))}) == {"world_size": 8, "rank": 0}
 
 
 @pytest.mark.parametrize("ranks", ["[0]", '{"0": "1"}', '{"0": true}', '{"0": -1}'])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_traces import job, launched, operator, work, write
 
+from echograph.errors import FormatError
 from echograph.ir.comms.record import FORMAT, CallSignature, GroupLine, HeaderLine, RecordLine, encode
 from echograph.profiler.traces import read_trace
 from echograph.profiler.traces.collectives import Meeting, collectives, kind_of, matched
@@ -142,6 +143,9 @@ def test_groups_come_from_a_trace_of_collectives_beside_it(tmp_path: Path) -> No
     (tmp_path / "0" / "comms.jsonl").write_bytes(b"".join([*map(encode, said), *lines]))
     found = collectives(read_trace(path))
     assert [(call.group, call.ranks) for call in found] == [("0,1", (0, 1)), ("0,1,2,3", (0, 1, 2, 3))]
+    (tmp_path / "0" / "comms.jsonl").write_bytes(b"nothing of this kind\n")
+    with pytest.raises(FormatError, match=r"comms\.jsonl"):
+        collectives(read_trace(path))
 
 
 def test_collectives_of_groups_are_matched_in_their_groups(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from echograph.errors import UnavailableError, UnknownNameError
+from echograph.ir.comms.bandwidth import bus_factor
 from echograph.simulator.clusters import Cluster, cluster_names, load_cluster
 from echograph.simulator.clusters.fabric import NvlsCost, PeerCost, ProtocolCost, Protocols
 from echograph.simulator.collectives import (
     ALGORITHMS,
     KINDS,
     CollectiveName,
-    bus_factor,
     collective_curve,
     collective_time,
 )

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from echograph.ir.comms.bandwidth import bus_factor
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.clusters.fabric import NvlsCost, PeerCost, ProtocolCost, ProtocolName, Protocols
-from echograph.simulator.collectives import ALGORITHMS, Algorithm, CollectiveName, Cost, bus_factor
+from echograph.simulator.collectives import ALGORITHMS, Algorithm, CollectiveName, Cost
 from echograph.simulator.network import patterns
 from echograph.simulator.network.topology import Links
 

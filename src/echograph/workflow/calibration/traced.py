@@ -21,8 +21,7 @@ from echograph.profiler.traces.trace import TraceSet
 from echograph.progress import Progress, silent
 from echograph.units import PS_PER_S
 from echograph.workflow.plan import Plan
-from echograph.workflow.system import SystemOptions
-from echograph.workflow.validation.traced import PredictedTrace, pairs, predict_trace, predicted_calls, program_of
+from echograph.workflow.validation.traced import PredictedTrace, pairs, predict_trace, predicted_calls
 
 TITLES = ("profile", "what", "kernels", "median error before", "median error", "percent of time", "corrected")
 
@@ -33,7 +32,6 @@ def fit_trace(
     *,
     model: str = "",
     plan: Plan | None = None,
-    device: str = "",
     source: str = "",
     say: Progress = silent,
 ) -> list[dict[str, object]]:
@@ -46,7 +44,6 @@ def fit_trace(
         output: folder for the profile.
         model: as `validate_trace` takes it.
         plan: as `validate_trace` takes it.
-        device: profile to correct; "": that of the device which the trace names.
         source: what the trace is called.
         say: told what goes on.
 
@@ -57,7 +54,7 @@ def fit_trace(
         UsageError: the trace shows neither shapes nor a model.
         DataError: no kind of kernel could be judged on kernels held out.
     """
-    found = predict_trace(traces, model=model, plan=plan, system_options=SystemOptions(device=device), say=say)
+    found = predict_trace(traces, model=model, plan=plan, say=say)
     assert found.system.device is not None
     base = msgspec.structs.replace(found.system.device, traced=msgspec.UNSET)
     kernels = list(_of_shapes(traces, base) if found.job is None else _of_model(found, base))
@@ -99,7 +96,7 @@ def _of_model(found: PredictedTrace, device: DeviceProfile) -> Iterator[TracedKe
     """The calls of a trace that stand for predicted ones."""
     job, result = found.job, found.result
     assert job is not None and result is not None
-    predicted = predicted_calls(job, result.timeline, program_of(job, found.rank))
+    predicted = predicted_calls(job, result.timeline, job.program_of(found.rank))
     known: dict[int, tuple[str, float]] = {}
     for step in found.steps:
         for measured, call in pairs(step.calls, predicted):

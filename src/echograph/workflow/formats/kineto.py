@@ -42,7 +42,7 @@ def load(source: Path, *, keep_overhead: bool = False) -> Imported:
 
 def _compared(job: JobGraph) -> str:
     """A step as recorded, without what recording cost, and as it was when nothing was recorded."""
-    from echograph.workflow.predict import replay, step_medians, steps
+    from echograph.workflow.replay import replay, step_medians, steps
 
     found = step_medians(steps(replay(job)))
     if found is None:

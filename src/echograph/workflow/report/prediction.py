@@ -13,6 +13,7 @@ from echograph.ir.columns import Bools
 from echograph.ir.graph import JobGraph
 from echograph.ir.intervals import Pieces
 from echograph.ir.timeline import Lane, Timeline
+from echograph.ir.traced import is_traced
 from echograph.ir.types import COMMUNICATIONS, Phase, Source
 from echograph.profiler.costs.device import DeviceProfile, Label
 from echograph.profiler.page import charts
@@ -23,8 +24,8 @@ from echograph.simulator.clusters import Cluster, NetworkFabric, NodeFabric
 from echograph.simulator.durations import Durations
 from echograph.simulator.result import Result
 from echograph.units import format_bytes, format_count, to_s
+from echograph.workflow.feasible import shortage
 from echograph.workflow.plan import Plan
-from echograph.workflow.predict import is_traced, shortage
 from echograph.workflow.report import parts
 from echograph.workflow.report.lanes import ShownStep
 from echograph.workflow.scenario import Scenario

@@ -21,15 +21,14 @@ from echograph.profiler.traces.trace import TraceSet
 from echograph.progress import Progress
 from echograph.simulator.result import Result
 from echograph.units import to_ps, to_s
-from echograph.workflow.predict import replay, shown_steps
-from echograph.workflow.predict import steps as replayed_steps
+from echograph.workflow.replay import replay, shown_steps
+from echograph.workflow.replay import steps as replayed_steps
 from echograph.workflow.system import System
 from echograph.workflow.validation.traced import (
     LOWERED,
     PARTS,
     OperatorRow,
     TraceValidation,
-    program_of,
 )
 
 
@@ -117,7 +116,7 @@ def _device_time(result: Result, rank: int, steps: int) -> DeviceTime:
     assert job is not None
     kind = job.ops.kind[timeline.op]
     device = np.isin(kind, (OpKind.COMPUTE, OpKind.COPY, *COMMUNICATIONS))
-    program = program_of(job, rank)
+    program = job.program_of(rank)
     rows = np.flatnonzero(device & (timeline.program == program) & (timeline.duration > 0))
     shown = shown_steps(replayed_steps(result))
     took = [step.replayed_s for step in shown if step.role == job.programs[program].role]
@@ -135,7 +134,7 @@ def _collectives(result: Result, rank: int) -> Mapping[str, int]:
     job, timeline = result.job, result.timeline
     assert job is not None
     communicates = np.isin(job.ops.kind[timeline.op], COMMUNICATIONS)
-    rows = np.flatnonzero(communicates & (timeline.program == program_of(job, rank)))
+    rows = np.flatnonzero(communicates & (timeline.program == job.program_of(rank)))
     found: dict[str, int] = defaultdict(int)
     for row in rows.tolist():
         found[job.strings[job.ops.name[timeline.op[row]]]] += int(timeline.duration[row])

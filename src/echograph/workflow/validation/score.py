@@ -96,15 +96,16 @@ def summary(errors: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def by_family(
-    outcomes: Sequence[Outcome], peers: dict[str, dict[str, float]], worst: int = 3
-) -> dict[str, dict[str, Any]]:
+WORST = 3
+"""Rows of each family that are named."""
+
+
+def by_family(outcomes: Sequence[Outcome], peers: dict[str, dict[str, float]]) -> dict[str, dict[str, Any]]:
     """Figures of each family.
 
     Args:
         outcomes: outcomes of all rows.
         peers: tool -> row -> its relative error.
-        worst: how many of the worst rows to name.
     """
     families: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
@@ -112,7 +113,7 @@ def by_family(
     found = {}
     for name, rows in families.items():
         errors = {row.id: row.error for row in rows if row.error is not None}
-        ranked = sorted(errors.items(), key=lambda item: -abs(item[1]))[:worst]
+        ranked = sorted(errors.items(), key=lambda item: -abs(item[1]))[:WORST]
         theirs = {tool: [e for row, e in said.items() if row in errors] for tool, said in peers.items()}
         inside = [row.in_interval for row in rows if row.in_interval is not None]
         memory = [row.memory_error for row in rows if row.memory_error is not None]

@@ -298,23 +298,6 @@ def _described(job: JobGraph, op: int) -> tuple[str, str, int]:
     return family(name), phase.name.lower(), max(inputs, default=0)
 
 
-def program_of(job: JobGraph, rank: int) -> int:
-    """The program that a rank runs.
-
-    Raises:
-        PlanError: the job has no such rank.
-    """
-    if rank >= job.world_size:
-        raise PlanError(f"the trace is of rank {rank}, and the plan has {job.world_size} ranks: give --gpus")
-    at = job.coordinates(rank) if job.mesh else {}
-    return next(
-        number
-        for number, program in enumerate(job.programs)
-        if rank in program.ranks
-        or (not program.ranks and all(at[axis] == place for axis, place in program.coordinates.items()))
-    )
-
-
 # -- what a trace shows ------------------------------------------------------------------------------------------
 
 
@@ -441,12 +424,14 @@ def predict_trace(
         setup.notes.append("the trace has no shapes: calls are matched by operator, phase and order alone")
     say("simulating")
     job = lower(graph, setup.plan, system)
+    if rank >= job.world_size:
+        raise PlanError(f"the trace is of rank {rank}, and the plan has {job.world_size} ranks: give --gpus")
     result = simulate(job, system, plan=setup.plan, memory=False)
     return PredictedTrace(rank=rank, steps=steps, setup=setup, system=system, job=result.job or job, result=result)
 
 
 def _of_rank(result: Result, job: JobGraph, rank: int) -> tuple[list[StepCall], DeviceTime]:
-    timeline, program = result.timeline, program_of(job, rank)
+    timeline, program = result.timeline, job.program_of(rank)
     calls = predicted_calls(job, timeline, program)
     start = np.array([call.start for call in calls], np.int64)
     end = start + np.array([call.duration for call in calls], np.int64)

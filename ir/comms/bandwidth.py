@@ -71,5 +71,5 @@ def message_bytes(operation: str, input_bytes: int, output_bytes: int, ranks: in
 
 def bus_factor(operation: str, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth; 0 for what moves no message (a barrier) or has one rank alone."""
-    factor = _FACTORS.get(family(operation))
+    factor = _FACTORS.get(operation) or _FACTORS.get(family(operation))
     return factor(ranks) if factor is not None and ranks > 1 else 0.0
