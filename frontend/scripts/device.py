@@ -25,7 +25,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -282,8 +282,10 @@ def answers(world: World) -> Iterator[AbstractContextManager[None]]:
     for name in ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle"):
         yield replaced(torch.cuda, name, _refuse(_GRAPHS))
     yield once_imported("torch.utils.cpp_extension", _no_extensions)
-    if world.gpus and not hasattr(torch._C, _RAW_STREAM):
-        yield _with(torch._C, _RAW_STREAM, _zero)
+    if world.gpus:
+        for owner, name, answer in _OF_A_GPUS_BUILD:
+            if not hasattr(owner, name):
+                yield _with(owner, name, answer)
 
 
 @contextmanager
@@ -294,6 +296,22 @@ def _with(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         delattr(owner, name)
+
+
+class ProcessGroupNCCL:
+    """What scripts ask of it: its options, of a group that they make by its backend's name."""
+
+    class Options(SimpleNamespace):
+        """Of a group, which takes none of them here."""
+
+        def __init__(self, *_: Any, is_high_priority_stream: bool = False, **__: Any) -> None:
+            super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise CaptureError(
+            "ProcessGroupNCCL: a group made past torch.distributed is not captured: let init_process_group or "
+            "new_group make it"
+        )
 
 
 def _one_part(_: Any, inputs: tuple[Any, ...], named: dict[str, Any], *__: Any) -> tuple[Any, Any]:
@@ -440,6 +458,14 @@ def _random_state(*_: Any, **__: Any) -> Tensor:
 
 def _zero(*_: Any, **__: Any) -> int:
     return 0
+
+
+# What PyTorch has in builds for CUDA alone.
+_OF_A_GPUS_BUILD = (
+    (torch._C, _RAW_STREAM, _zero),
+    (torch.distributed, "ProcessGroupNCCL", ProcessGroupNCCL),
+    (torch.distributed.distributed_c10d, "ProcessGroupNCCL", ProcessGroupNCCL),
+)
 
 
 _CPU = torch.device("cpu")
