@@ -20,9 +20,8 @@ import sysconfig
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -46,7 +45,7 @@ from echograph.frontend.scripts.fakes import option_for
 from echograph.frontend.scripts.found import finding, finds
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
-from echograph.frontend.scripts.requirements import asked, unmet
+from echograph.frontend.scripts.requirements import asked, installed, unmet
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
 from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, decided_size, deciding, keep_finite
 from echograph.frontend.scripts.world import NO_GPU, World
@@ -216,11 +215,8 @@ def _owner(error: BaseException) -> list[str]:
 
 def _here(package: str) -> str:
     """Which version of a package is installed; "" of PyTorch, which the script's own classes are mostly of."""
-    if package == "torch":
-        return ""
-    with suppress(PackageNotFoundError):
-        return f"{package} {version(package)} is here, and the script may be written for another version"
-    return ""
+    here = "" if package == "torch" else installed(package)
+    return f"{here} is here, and the script may be written for another version" if here else ""
 
 
 def _raising(error: BaseException) -> list[str]:
@@ -252,10 +248,9 @@ def _of_package(error: ImportError, name: str, script: Path) -> str:
     except ValueError:  # a stand-in
         found = None
     if found is not None and found.origin is not None:
-        with suppress(PackageNotFoundError):
-            here = f"{package} {version(package)}"
-            other = unmet(script, package)
-            told = f" ({other})" if other else ""
+        if here := installed(package):
+            wanted = unmet(script, package) or asked(script, package)
+            told = f" ({wanted})" if wanted else ""
             return f"{here} has no such name: install the version that the script is written for{told}"
         folder = Path(found.origin).parent
         built = isinstance(error, ModuleNotFoundError) and any(map(list, map(folder.glob, _SOURCES)))

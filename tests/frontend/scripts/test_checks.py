@@ -475,6 +475,12 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
         ("", "torch.ones(3, 2).t().view(-1)", "as on real ranks: what it views does not lie in memory so"),
         ("torch==1.0.0", "open('nowhere.txt')", "No such file .*: the script raised it"),
         ("", "import pynvml; pynvml.nvmlInit()", "install nvidia-ml-py beside echograph"),
+        # What a package is imported from may have another name.
+        (
+            "yaml>=1",
+            "from yaml import no_such; no_such()",
+            r"PyYAML [\d.]+ has no such name: .*\(requirements.txt asks for yaml>=1\)",
+        ),
         ("", "from xformers.ops import no_such", "what stands in for it has no such name"),
     ],
 )
