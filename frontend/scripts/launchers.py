@@ -47,7 +47,7 @@ _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 @contextmanager
 def _marked() -> Iterator[None]:
     """In the context, accelerate's launcher for one process says that what it starts is a training script."""
-    from accelerate.utils import launch
+    from accelerate import utils
 
     def marking(original: Callable[..., Any]) -> Callable[..., Any]:
         def prepare(arguments: Any) -> Any:
@@ -56,7 +56,7 @@ def _marked() -> Iterator[None]:
 
         return prepare
 
-    with patched(launch, "prepare_simple_launcher_cmd_env", marking):
+    with patched(utils, "prepare_simple_launcher_cmd_env", marking):
         yield
 
 
@@ -135,7 +135,7 @@ def in_place(world: World, started: list[Path]) -> Iterator[None]:
         for owner in (torchrun, api):  # each has the name; run as a module, the first is made anew
             stack.enter_context(replaced(owner, "elastic_launch", by_torch))
         stack.enter_context(patched(subprocess.Popen, "__init__", by_process))
-        stack.enter_context(once_imported("accelerate.utils.launch", _marked))
+        stack.enter_context(once_imported("accelerate.utils", _marked))
         if "deepspeed" in sys.modules:
             from deepspeed.launcher import runner
 
