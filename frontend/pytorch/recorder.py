@@ -108,8 +108,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def add_placeholder(self, tensor: Tensor, role: str, name: str) -> Node:
         """Declares a tensor that exists before the step; a tensor already known keeps its first name."""
-        known: Node | None = tensor.__dict__.get(_NODE)
-        if known is not None and known.graph is self.graph:
+        if (known := self.known(tensor)) is not None:
             return known
         if self._first_call is not None:
             with self.graph.inserting_before(self._first_call):
@@ -254,12 +253,14 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         return value
 
+    def known(self, tensor: Tensor) -> Node | None:
+        """The node that stands for a tensor, if there is one."""
+        node: Node | None = tensor.__dict__.get(_NODE)
+        return node if node is not None and node.graph is self.graph else None
+
     def node_of(self, tensor: Tensor) -> Node:
         """The node that made a tensor; one that is not known becomes a placeholder."""
-        node: Node | None = tensor.__dict__.get(_NODE)
-        if node is not None and node.graph is self.graph:
-            return node
-        return self.unknown(tensor)
+        return self.known(tensor) or self.unknown(tensor)
 
     def unknown(self, tensor: Tensor) -> Node:
         """A node for a tensor that no operation made and that nobody declared: a constant of the model."""

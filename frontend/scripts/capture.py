@@ -653,7 +653,7 @@ def workload_of(
     return Workload(
         model=name,
         parameters=_parameters(runs, places, mesh),
-        batch_size=int(shape[0]) if shape else 1,
+        batch_size=recorder.samples or 1,
         sequence_length=tokens,
         dtype=_dtype(runs[0]),
         optimizer=next((type(o).__name__.lower() for o in recorder.memory.optimizers), ""),

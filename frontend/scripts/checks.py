@@ -72,15 +72,15 @@ def _communication(graph: Graph, world: World, where: str) -> Iterator[str]:
 
 
 def _samples(recorder: ScriptRecorder) -> Iterator[str]:
-    if recorder.sample is None or recorder.sampled is None or not recorder.sample.dim():
+    if not recorder.samples or recorder.sampled is None:
         return
-    counted = int(recorder.sample.shape[0])
+    counted = recorder.samples
     sizes, where = recorder.sampled
     # Schedules and accumulation cut a batch into equal parts; models may fold its first two dimensions.
     if all(size % counted and counted % size for size in sizes):
         yield (
-            f"{_at(where)}the loader gives batches of {' or '.join(map(str, sorted(sizes)))}, and the model's "
-            f"first input has {counted} samples: samples a second are of {counted}"
+            f"{_at(where)}the loader gives batches of {' or '.join(map(str, sorted(sizes)))}, and of the model's "
+            f"first input {counted} samples are read: samples a second are of {counted}"
         )
 
 

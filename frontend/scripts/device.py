@@ -20,12 +20,11 @@ import sysconfig
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -46,7 +45,7 @@ from echograph.frontend.scripts.fakes import option_for
 from echograph.frontend.scripts.found import finding, finds
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
-from echograph.frontend.scripts.requirements import asked, unmet
+from echograph.frontend.scripts.requirements import asked, installed, unmet
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
 from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, decided_size, deciding, keep_finite
 from echograph.frontend.scripts.world import NO_GPU, World
@@ -216,11 +215,8 @@ def _owner(error: BaseException) -> list[str]:
 
 def _here(package: str) -> str:
     """Which version of a package is installed; "" of PyTorch, which the script's own classes are mostly of."""
-    if package == "torch":
-        return ""
-    with suppress(PackageNotFoundError):
-        return f"{package} {version(package)} is here, and the script may be written for another version"
-    return ""
+    here = "" if package == "torch" else installed(package)
+    return f"{here} is here, and the script may be written for another version" if here else ""
 
 
 def _raising(error: BaseException) -> list[str]:
@@ -252,10 +248,9 @@ def _of_package(error: ImportError, name: str, script: Path) -> str:
     except ValueError:  # a stand-in
         found = None
     if found is not None and found.origin is not None:
-        with suppress(PackageNotFoundError):
-            here = f"{package} {version(package)}"
-            other = unmet(script, package)
-            told = f" ({other})" if other else ""
+        if here := installed(package):
+            wanted = unmet(script, package) or asked(script, package)
+            told = f" ({wanted})" if wanted else ""
             return f"{here} has no such name: install the version that the script is written for{told}"
         folder = Path(found.origin).parent
         built = isinstance(error, ModuleNotFoundError) and any(map(list, map(folder.glob, _SOURCES)))
@@ -282,8 +277,10 @@ def answers(world: World) -> Iterator[AbstractContextManager[None]]:
     for name in ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle"):
         yield replaced(torch.cuda, name, _refuse(_GRAPHS))
     yield once_imported("torch.utils.cpp_extension", _no_extensions)
-    if world.gpus and not hasattr(torch._C, _RAW_STREAM):
-        yield _with(torch._C, _RAW_STREAM, _zero)
+    if world.gpus:
+        for owner, name, answer in _OF_A_GPUS_BUILD:
+            if not hasattr(owner, name):
+                yield _with(owner, name, answer)
 
 
 @contextmanager
@@ -294,6 +291,22 @@ def _with(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         delattr(owner, name)
+
+
+class ProcessGroupNCCL:
+    """What scripts ask of it: its options, of a group that they make by its backend's name."""
+
+    class Options(SimpleNamespace):
+        """Of a group, which takes none of them here."""
+
+        def __init__(self, *_: Any, is_high_priority_stream: bool = False, **__: Any) -> None:
+            super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise CaptureError(
+            "ProcessGroupNCCL: a group made past torch.distributed is not captured: let init_process_group or "
+            "new_group make it"
+        )
 
 
 def _one_part(_: Any, inputs: tuple[Any, ...], named: dict[str, Any], *__: Any) -> tuple[Any, Any]:
@@ -440,6 +453,14 @@ def _random_state(*_: Any, **__: Any) -> Tensor:
 
 def _zero(*_: Any, **__: Any) -> int:
     return 0
+
+
+# What PyTorch has in builds for CUDA alone.
+_OF_A_GPUS_BUILD = (
+    (torch._C, _RAW_STREAM, _zero),
+    (torch.distributed, "ProcessGroupNCCL", ProcessGroupNCCL),
+    (torch.distributed.distributed_c10d, "ProcessGroupNCCL", ProcessGroupNCCL),
+)
 
 
 _CPU = torch.device("cpu")

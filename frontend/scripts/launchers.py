@@ -2,13 +2,15 @@
 
 `torchrun`, `python -m torch.distributed.run` and `accelerate launch` end in a class of PyTorch, `deepspeed` and
 scripts that call it (gpt-neox's `deepy.py`) in a function of DeepSpeed's. The script that they were to start runs
-in their place, as one rank of the capture's world, with the arguments and the environment that they made.
+in their place, as one rank of the capture's world, with the arguments and the environment that they made. So does
+what a script starts as a process of its own by `torchrun`, or `accelerate launch` for one GPU by `python`.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,8 +19,45 @@ from pathlib import Path
 from typing import Any
 
 from echograph.errors import CaptureError
-from echograph.frontend.scripts.adapter import patched, replaced
+from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.world import World
+
+
+class _Training(list[str]):
+    """A command that starts a training script."""
+
+
+def _for_torchrun(command: Any) -> list[str] | None:
+    """The arguments of `torchrun` in a command that starts it; None: it is another one."""
+    if isinstance(command, str | bytes | os.PathLike):
+        return None
+    name, *arguments = map(os.fspath, command)
+    program = Path(name).name
+    if program == "torchrun":
+        return arguments
+    arguments = [part for part in arguments if part != "-u"]
+    if program.startswith("python") and arguments[:1] == ["-m"] and arguments[1:2] in ([m] for m in _TORCHRUN):
+        return arguments[2:]
+    return None
+
+
+_TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    """In the context, accelerate's launcher for one process says that what it starts is a training script."""
+    from accelerate import utils
+
+    def marking(original: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare(arguments: Any) -> Any:
+            command, environment = original(arguments)
+            return _Training(command) if command[0] == sys.executable else command, environment
+
+        return prepare
+
+    with patched(utils, "prepare_simple_launcher_cmd_env", marking):
+        yield
 
 
 @contextmanager
@@ -34,8 +73,6 @@ def in_place(world: World, started: list[Path]) -> Iterator[None]:
     from torch.distributed.launcher import api
 
     def launch(script: str, arguments: Sequence[str], as_module: bool) -> None:
-        # What the launcher says of ranks and their places is of its own world.
-        os.environ.update(world.environment)
         sys.argv = [script, *arguments]
         if as_module:
             spec = find_spec(script)
@@ -53,21 +90,42 @@ def in_place(world: World, started: list[Path]) -> Iterator[None]:
         del config
 
         def start(*given: str) -> None:
+            # What the launcher says of ranks and their places is of its own world.
+            os.environ.update(world.environment)
             if callable(entrypoint):
-                os.environ.update(world.environment)
                 entrypoint(*given)
                 return
-            python = entrypoint == sys.executable
-            parts = [part for part in given if part != "-u"] if python else [entrypoint, *given]
-            as_module = parts[0] == "-m"
-            script, *arguments = parts[1:] if as_module else parts
-            launch(script, arguments, as_module)
+            started_by(given if entrypoint == sys.executable else [entrypoint, *given])
+
+        return start
+
+    def started_by(command: Sequence[str]) -> None:
+        parts = [part for part in command if part != "-u"]
+        as_module = parts[0] == "-m"
+        script, *arguments = parts[1:] if as_module else parts
+        launch(script, arguments, as_module)
+
+    def by_process(original: Callable[..., None]) -> Callable[..., None]:
+        def start(popen: Any, args: Any, *given: Any, **named: Any) -> None:
+            arguments = None if isinstance(args, _Training) else _for_torchrun(args)
+            if arguments is None and not isinstance(args, _Training):
+                original(popen, args, *given, **named)
+                return
+            os.environ.update(named.get("env") or {})
+            os.chdir(named.get("cwd") or ".")
+            if arguments is None:
+                os.environ.update(world.environment if world.launched else {})
+                started_by(args[1:])
+            else:
+                torchrun.main(arguments)
+            original(popen, [sys.executable, "-IS", "-c", ""], *given, **named)  # one that has ended
 
         return start
 
     def by_deepspeed(module: Any) -> Callable[[Any], Callable[..., None]]:
         def main(arguments: Sequence[str] | None = None) -> None:
             given = module.parse_args(arguments)
+            os.environ.update(world.environment)
             rank = [] if given.no_local_rank else [f"--local_rank={world.local_rank}"]
             launch(given.user_script, [*rank, *given.user_args], given.module)
 
@@ -76,6 +134,8 @@ def in_place(world: World, started: list[Path]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner in (torchrun, api):  # each has the name; run as a module, the first is made anew
             stack.enter_context(replaced(owner, "elastic_launch", by_torch))
+        stack.enter_context(patched(subprocess.Popen, "__init__", by_process))
+        stack.enter_context(once_imported("accelerate.utils", _marked))
         if "deepspeed" in sys.modules:
             from deepspeed.launcher import runner
 

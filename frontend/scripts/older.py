@@ -44,6 +44,7 @@ _NAMES: dict[str, dict[str, str]] = {
         )},
     },
     "peft": {"prepare_model_for_int8_training": "peft:prepare_model_for_kbit_training"},
+    "transformers": {"AdamW": f"{__name__}:AdamW"},
     "torch._utils": {"_accumulate": "itertools:accumulate"},
     "torch.nn.modules.linear": {"_LinearWithBias": "torch.nn.modules.linear:NonDynamicallyQuantizableLinear"},
 }  # fmt: skip
@@ -70,6 +71,17 @@ _RENAMED = {
 }
 
 
+class AdamW(torch.optim.AdamW):
+    """Transformers' own, before its release 5: an update of each parameter, with defaults other than PyTorch's."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
+        weight_decay: float = 0.0, correct_bias: bool = True, no_deprecation_warning: bool = False,
+    ) -> None:  # fmt: skip
+        del correct_bias, no_deprecation_warning  # numbers by which it multiplied, and what it printed
+        super().__init__(params, lr, betas, eps, weight_decay, foreach=False, fused=False)
+
+
 @contextmanager
 def installed(note: NoteTaker) -> Iterator[None]:
     """In the context, scripts find what there was.
@@ -86,6 +98,7 @@ def installed(note: NoteTaker) -> Iterator[None]:
             module, _, owner = place.partition(":")
             stack.enter_context(once_imported(module, partial(_by_new_name, module, owner, names, note)))
         stack.enter_context(once_imported("timm.models._factory", _without_nothing))
+        stack.enter_context(once_imported(_OBSERVING, partial(_of_the_same_space, note)))
         for kept in (*_arguments(note), _modules(note)):
             stack.enter_context(kept)
         yield
@@ -208,6 +221,26 @@ def _without_nothing() -> Iterator[None]:
         return entrypoint
 
     with patched(sys.modules["timm.models._factory"], "model_entrypoint", entering):
+        yield
+
+
+_OBSERVING = "gymnasium.wrappers.transform_observation"
+
+
+@contextmanager
+def _of_the_same_space(note: NoteTaker) -> Iterator[None]:
+    """In the context, what changes observations need not be told their space: it is the environment's."""
+
+    def taking(original: Callable[..., None]) -> Callable[..., None]:
+        def init(wrapper: Any, env: Any, *args: Any, **kwargs: Any) -> None:
+            if len(args) + len(kwargs) == 1:
+                note("gymnasium's TransformObservation asks for a space of observations: it is the environment's")
+                kwargs["observation_space"] = env.observation_space
+            original(wrapper, env, *args, **kwargs)
+
+        return init
+
+    with patched(sys.modules[_OBSERVING].TransformObservation, "__init__", taking):
         yield
 
 

@@ -67,6 +67,7 @@ from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communicati
 from echograph.frontend.scripts.found import found
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.micro_batches import BACKWARD_PASS, micro_batches
+from echograph.frontend.scripts.samples import samples_read
 from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
 from echograph.frontend.scripts.values import answer, line_of_script
 from echograph.frontend.scripts.world import NO_GPU
@@ -279,6 +280,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         recorded: whether the step is recorded.
         held: bytes that no tensor of the step stands for, by what holds them (`ir.graph.Program`).
         sample: shape and type of the first tensor that the model was given in the step.
+        samples: how many of it (its first dimension) the step reads; 0 where it was given none.
         stack: software that runs, a word of `models.stacks`; "" where nobody said it.
         attention: kernel that runs fused attention, as costs name it; "" where the stack chooses it.
         deterministic: whether attention's gradients are added up in one order.
@@ -313,6 +315,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.recorded = False
         self.held: dict[str, int] = {}
         self.sample: Tensor | None = None
+        self.samples = 0
         self.stack, self.attention, self.deterministic, self.fills = "", "", False, False
         self._regions = 0
         self._backward_of: dict[KernelRegion, KernelRegion] = {}
@@ -597,12 +600,24 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
                 node.meta[MICRO_BATCH] = number
         link_sums(self.graph)
         self._take_held()
+        self._count_samples()
         self.graph.output(None)
         self._works.clear()
         self.deterministic = torch.are_deterministic_algorithms_enabled()
         self.fills = self.deterministic and bool(
             torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         )
+
+    def _count_samples(self) -> None:
+        if self.sample is not None and self.sample.dim():
+            node, given = self.known(self.sample), len(self.sample)
+            self.samples = given if node is None else samples_read(node)
+            if self.samples < given:
+                where = self.sampled[1] if self.sampled else ""
+                self.note(
+                    f"{where or 'the script'} gives the model {given} samples, of which the step of a rank reads "
+                    f"{self.samples}: these are counted"
+                )
 
     # -- operators -------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 
 _LEVELS = 6
@@ -38,6 +38,17 @@ def unmet(script: Path, package: str = "") -> str:
     if wanted_name:
         return found.get(wanted_name, "")
     return found.get("torch") or next(iter(found.values()), "")
+
+
+def installed(package: str) -> str:
+    """What is installed that a package is imported from, as `ultralytics-thop 2.0.17`; "": none that is known.
+
+    A distribution of the package's own name comes before others that have it.
+    """
+    for name in (package, *packages_distributions().get(package, ())):
+        with suppress(PackageNotFoundError):
+            return f"{name} {version(name)}"
+    return ""
 
 
 def asked(script: Path, package: str) -> str:

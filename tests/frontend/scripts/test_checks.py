@@ -122,7 +122,66 @@ def test_samples_that_are_not_those_of_the_loader(tmp_path: Path) -> None:
     assert warned(tmp_path, LOADER.format(part=""), size=1) == ()
     assert warned(tmp_path, LOADER.format(part="[:4]"), size=1) == ()
     (found,) = warned(tmp_path, LOADER.format(part="[:3]"), size=1)
-    assert found.startswith("train.py:5: the loader gives batches of 8, and the model's first input has 3 samples")
+    assert found.startswith(
+        "train.py:5: the loader gives batches of 8, and of the model's first input 3 samples are read"
+    )
+
+
+RANKS = """import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+dist.init_process_group()
+rank = dist.get_rank()
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+    def forward(self, x):
+        return self.layer({part})
+model = DistributedDataParallel(Model().cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in DataLoader(torch.ones(64, 8, dtype=torch.{dtype}), batch_size=8):
+    model(x.cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def given_whole(folder: Path, part: str) -> Imported:
+    path = folder / "train.py"
+    path.write_text(RANKS.format(part=part, dtype="uint8" if "255" in part else "float32"))
+    return capture_script(Script(path=path), World(size=4), TorchAdapter())
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "x[2 * rank : 2 * rank + 2]", "x[rank::4]", "(x.float() / 255)[2 * rank : 2 * rank + 2]",
+        "x.chunk(4)[rank]", "torch.stack((x[2 * rank], x[2 * rank + 1]))",
+    ],
+)  # fmt: skip
+def test_a_model_that_takes_its_ranks_part_of_the_whole_batch(tmp_path: Path, part: str) -> None:
+    found = given_whole(tmp_path, part)
+    assert found.graph.workload.batch_size == 2
+    assert found.warnings == ()
+    assert (
+        "train.py:15 gives the model 8 samples, of which the step of a rank reads 2: these are counted"
+        in found.notes
+    )
+
+
+@pytest.mark.parametrize("part", ["x[:2] + x.mean()", "torch.cat(x.chunk(4))", "x[:4].repeat(2, 1) + x.flip(0)"])
+def test_a_model_that_takes_parts_and_reads_all(tmp_path: Path, part: str) -> None:
+    found = given_whole(tmp_path, part)
+    assert found.graph.workload.batch_size == 8
+    assert found.warnings == ()
+
+
+def test_a_model_that_takes_what_is_no_ranks_part(tmp_path: Path) -> None:
+    (told,) = given_whole(tmp_path, "x[1:4]").warnings
+    assert told.startswith(
+        "train.py:15: the loader gives batches of 8, and of the model's first input 3 samples are read"
+    )
 
 
 def test_a_last_batch_that_is_fetched_ahead_is_not_that_of_the_step(tmp_path: Path) -> None:
@@ -416,6 +475,12 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
         ("", "torch.ones(3, 2).t().view(-1)", "as on real ranks: what it views does not lie in memory so"),
         ("torch==1.0.0", "open('nowhere.txt')", "No such file .*: the script raised it"),
         ("", "import pynvml; pynvml.nvmlInit()", "install nvidia-ml-py beside echograph"),
+        # What a package is imported from may have another name.
+        (
+            "yaml>=1",
+            "from yaml import no_such; no_such()",
+            r"PyYAML [\d.]+ has no such name: .*\(requirements.txt asks for yaml>=1\)",
+        ),
         ("", "from xformers.ops import no_such", "what stands in for it has no such name"),
     ],
 )

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from echograph.errors import CaptureError
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
@@ -50,9 +51,36 @@ ONLY_A_REAL_ONE = {
     "triton": ("import triton; triton.jit(lambda x: x)[1](1)", "torch.library.register_fake"),
     "other package": ("import no_such_package_here as it; it.run()", "install no_such_package_here"),
     "property": ("torch.cuda.get_device_properties(0).uuid", "no property 'uuid'"),
+    "group of its own": ("dist.ProcessGroupNCCL(None, 0, 16)", "let init_process_group or new_group make it"),
     "what nobody answers": ("torch.cuda.current_blas_handle()", "does not answer it: leave it out"),
     "driver": ("torch.cuda.utilization()", "a real GPU"),
 }
+
+
+def test_options_of_groups_are_those_of_a_build_for_gpus(tmp_path: Path) -> None:
+    asks = """import datetime
+from torch.distributed.distributed_c10d import ProcessGroupNCCL
+options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+options._timeout = datetime.timedelta(minutes=1)
+options.config.cga_cluster_size = 2
+group = dist.new_group(backend="nccl", pg_options=options)
+assert not isinstance(group, ProcessGroupNCCL) and options.is_high_priority_stream
+mesh = dist.init_device_mesh("cuda", (4, 4), mesh_dim_names=("a", "b"), backend_override={"a": ("nccl", options)})
+weight = torch.ones(4).cuda()
+"""
+    each = "    dist.all_reduce(weight, group=group)\n    dist.all_reduce(weight, group=mesh.get_group('a'))\n"
+    text = (
+        BEGIN.replace('"gloo"', '"nccl"')
+        .replace("model = ", f"{asks}model = ")
+        .replace("    loss.b", f"{each}    loss.b")
+    )
+    groups = [
+        node.meta["communication"].ranks
+        for node in run(tmp_path, text).recorder.graph.nodes
+        if "communication" in node.meta
+    ]
+    assert groups == [tuple(range(16)), (0, 4, 8, 12)]
+    assert hasattr(torch.distributed, "ProcessGroupNCCL") is torch.distributed.is_nccl_available()
 
 
 @pytest.mark.parametrize("what", ONLY_A_REAL_ONE)

@@ -30,6 +30,9 @@ for _ in range(3):
 """
 
 
+ALONE = STEPS.format(given="torch.ones(2, 4)").replace("torch.nn.parallel.DistributedDataParallel(model)", "model")
+
+
 def _run(folder: Path, text: str, world: World, *arguments: str) -> ScriptRun:
     script = folder / "train.py"
     script.write_text(text)
@@ -299,6 +302,52 @@ def test_what_a_launcher_was_to_start_runs_in_its_place(tmp_path: Path, named: s
         )
     assert _called(run_script(script, world, TorchAdapter())) == [("all_reduce", 80)]
     assert (dict(os.environ), list(sys.argv), list(sys.path)) == before
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "subprocess.run(['torchrun', *given], check=True, env=os.environ | {'LR': '3'})",
+        "subprocess.Popen([sys.executable, '-u', '-m', 'torch.distributed.run', *given]).wait()",
+    ],
+)
+def test_what_a_script_starts_by_torchrun_runs_in_its_place(tmp_path: Path, start: str) -> None:
+    started = tmp_path / "started.py"
+    started.write_text(LAUNCHED.format(argv=["--lr", "3"]))
+    text = f"""import os, subprocess, sys
+assert subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True).stdout == b"1\\n"
+given = ["--nproc-per-node", "8", {str(started)!r}, "--lr", "3"]
+{start}
+"""
+    before = dict(os.environ), list(sys.argv), list(sys.path), Path.cwd()
+    assert _called(_run(tmp_path, text, World(size=16, rank=5))) == [("all_reduce", 80)]
+    assert (dict(os.environ), list(sys.argv), list(sys.path), Path.cwd()) == before
+
+
+def test_a_script_that_torchrun_started_and_that_ended_is_a_process_that_ended(tmp_path: Path) -> None:
+    started = tmp_path / "started.py"
+    started.write_text("import os\nos.environ['SAW'] = os.environ['TOLD']\n")
+    text = (
+        f"""import os, subprocess, torch
+ended = subprocess.Popen(["torchrun", {str(started)!r}], env=os.environ | {{"TOLD": "it"}})
+assert ended.wait() == 0 and os.environ["SAW"] == "it"
+model = torch.nn.Linear(4, 4)
+"""
+        + ALONE
+    )
+    assert _run(tmp_path, text, World(size=1)).recorder.recorded
+
+
+def test_what_accelerate_starts_for_one_gpu_runs_in_its_place(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    started = tmp_path / "started.py"
+    started.write_text(
+        "import os, sys, torch\nassert sys.argv[1:] == ['--lr', '3'] and 'RANK' not in os.environ\n"
+        "assert os.environ['ACCELERATE_MIXED_PRECISION'] == 'bf16'\nmodel = torch.nn.Linear(4, 4)\n" + ALONE
+    )
+    arguments = ("--num_processes", "1", "--mixed_precision", "bf16", str(started), "--lr", "3")
+    script = Script.of_module("accelerate.commands.launch", arguments=arguments)
+    assert run_script(script, World(size=1, launched=False), TorchAdapter()).recorder.recorded
 
 
 def test_errors_name_the_lines_of_what_was_launched(tmp_path: Path) -> None:

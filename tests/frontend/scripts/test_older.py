@@ -86,6 +86,37 @@ def test_arguments_by_place_are_named(tmp_path: Path) -> None:
     assert any("librosa.filters.mel takes arguments by name" in line for line in run.recorder.notes)
 
 
+def test_observations_are_of_the_environments_space(tmp_path: Path) -> None:
+    package = tmp_path / "gymnasium" / "wrappers"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").write_text("")
+    (package / "transform_observation.py").write_text(
+        "class TransformObservation:\n    def __init__(self, env, func, observation_space):\n"
+        "        self.space = observation_space\n"
+    )
+    made = "types.SimpleNamespace(observation_space=3)"
+    old = (
+        "import types\nfrom gymnasium.wrappers.transform_observation import TransformObservation as T\n"
+        f"assert T({made}, abs).space == 3\nassert T({made}, abs, 4).space == 4\n"
+        f"assert T({made}, func=abs, observation_space=None).space is None"
+    )
+    assert [line for line in _run(tmp_path, old).recorder.notes if "TransformObservation" in line]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs Transformers")
+def test_an_optimizer_that_transformers_had(tmp_path: Path) -> None:
+    old = "import torch\nfrom transformers import AdamW\n" + SMALL_TRAINING.replace("torch.optim.SGD", "AdamW")
+    path = tmp_path / "train.py"
+    path.write_text(old)
+    run = run_script(Script(path=path), World(size=1), TorchAdapter())
+    assert any("asks for transformers.AdamW, which is no more" in line for line in run.recorder.notes)
+    updates = [node.name for node in run.recorder.graph.nodes if node.meta.get("phase") == "optimizer"]
+    parameters = sum(name == "parameter" for name in (node.meta.get("role") for node in run.recorder.graph.nodes))
+    # Each parameter is updated by kernels of its own, and with no weight decay where nobody asks for it.
+    assert sum(name.startswith("addcdiv_") for name in updates) == parameters > 1
+
+
 @pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="needs Pillow")
 def test_filters_of_pictures_have_their_old_names(tmp_path: Path) -> None:
     assert _run(tmp_path, "from PIL import Image\nassert Image.ANTIALIAS == Image.LANCZOS").recorder.recorded
