@@ -320,23 +320,22 @@ def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else {}
 
 
-_GATED = {
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Phi3ForCausalLM",
-    "GemmaForCausalLM",
-    "Gemma2ForCausalLM",
+GATED_MLP: Mapping[str, bool] = {
+    "LlamaForCausalLM": True,
+    "MistralForCausalLM": True,
+    "Qwen2ForCausalLM": True,
+    "Qwen3ForCausalLM": True,
+    "Phi3ForCausalLM": True,
+    "GemmaForCausalLM": True,
+    "Gemma2ForCausalLM": True,
+    "GPT2LMHeadModel": False,
+    "OPTForCausalLM": False,
+    "BloomForCausalLM": False,
+    "MptForCausalLM": False,
+    "PhiForCausalLM": False,
+    "NemotronForCausalLM": False,
 }
-_PLAIN = {
-    "GPT2LMHeadModel",
-    "OPTForCausalLM",
-    "BloomForCausalLM",
-    "MptForCausalLM",
-    "PhiForCausalLM",
-    "NemotronForCausalLM",
-}
+"""Dense decoders, and whether their feed-forward network is gated, so that it has three matrices and not two."""
 _ENCODERS = {"BertForPreTraining", "BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM"}
 _NEVER_FUSED = {"BloomForCausalLM", "MptForCausalLM", "Gemma2ForCausalLM"}
 _FUSED_BACKWARD_PRODUCTS = 5
@@ -371,7 +370,7 @@ def dense_flops(
     Raises:
         UsageError: the architecture has no closed form here, or its configuration lacks a size.
     """
-    if entry.architecture not in _GATED | _PLAIN | _ENCODERS:
+    if entry.architecture not in {*GATED_MLP, *_ENCODERS}:
         raise UsageError(f"model {entry.name}: {entry.architecture} has no closed form here: capture it instead")
     heads = _size(entry, "num_attention_heads", "n_head", "n_heads")
     head_dim = entry.config.get("head_dim") or _hidden(entry) // heads
@@ -393,7 +392,7 @@ def _layer_weights(entry: ModelEntry, heads: int, head_dim: int) -> int:
     attention = hidden * head_dim * (2 * heads + 2 * key_value_heads)
     default_ffn = hidden * config.get("expansion_ratio", 4)
     ffn = _optional(config, "intermediate_size", "ffn_dim", "n_inner", "hidden_dim") or default_ffn
-    return attention + (3 if entry.architecture in _GATED else 2) * hidden * ffn
+    return attention + (2 + GATED_MLP.get(entry.architecture, False)) * hidden * ffn
 
 
 def _head_weights(entry: ModelEntry) -> int:

@@ -10,7 +10,12 @@ from echograph.ir.comms.bandwidth import bus_factor
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.alignment import align, clocks
-from echograph.profiler.traces.collectives import CollectiveCall, Meeting, collectives, matched
+from echograph.profiler.traces.collectives import (
+    CollectiveCall,
+    MatchedCollective,
+    collectives,
+    collectives_of_job,
+)
 from echograph.profiler.traces.kernel_names import library_of
 from echograph.profiler.traces.trace import Trace, TraceSet
 
@@ -38,9 +43,9 @@ def collective_times(traces: TraceSet, *, always_align: bool = False) -> AnswerT
     Raises:
         InputError: a trace's file is gone.
     """
-    traces, met, notes = _on_one_clock(traces, always_align)
+    traces, matched, notes = _on_one_clock(traces, always_align)
     rows = []
-    for one in met:
+    for one in matched:
         took, waits, last = _met(traces, one)
         speed = one.nbytes / (took / _PS_PER_NS) if one.nbytes and took else None
         bus = None if speed is None else speed * bus_factor(one.kind, len(one.ranks))
@@ -54,21 +59,21 @@ def collective_times(traces: TraceSet, *, always_align: bool = False) -> AnswerT
     return from_rows(_TITLES, rows, notes)
 
 
-def _on_one_clock(traces: TraceSet, always: bool) -> tuple[TraceSet, list[Meeting], list[str]]:
-    """The traces with clocks that do not contradict one another, their meetings, and what is missing."""
-    met, notes = matched(traces)
+def _on_one_clock(traces: TraceSet, always: bool) -> tuple[TraceSet, list[MatchedCollective], list[str]]:
+    """The traces with clocks that do not contradict one another, their collectives, and what is missing."""
+    matched, notes = collectives_of_job(traces)
     said = [*traces.notes, *notes]
-    if always or clocks(traces, met).apart_before:
-        traces, _ = align(traces, (met, notes))
+    if always or clocks(traces, matched).apart_before:
+        traces, _ = align(traces, (matched, notes))
         said = list(traces.notes)
-    if not met:
+    if not matched:
         few = "needs two ranks at least" if len(traces) < 2 else "no collective was traced on several ranks"
         said.append(f"collectives: {few}")
-    return traces, met, said
+    return traces, matched, said
 
 
-def _met(traces: Mapping[int, Trace], one: Meeting) -> tuple[int, list[int], int]:
-    """Picoseconds of a meeting from the last begin to the last end, of each rank's wait, and which was last."""
+def _met(traces: Mapping[int, Trace], one: MatchedCollective) -> tuple[int, list[int], int]:
+    """Picoseconds of a collective from the last begin to the last end, of each rank's wait, and which was last."""
     begun = {rank: int(traces[rank].start[call.row]) for rank, call in one.calls.items()}
     ended = max(begun[rank] + int(traces[rank].duration[call.row]) for rank, call in one.calls.items())
     last = max(begun, key=lambda rank: (begun[rank], -rank))
@@ -118,16 +123,16 @@ def communication(traces: TraceSet, *, cluster: Fabric | None = None, always_ali
     Raises:
         InputError: a trace's file is gone.
     """
-    traces, met, notes = _on_one_clock(traces, always_align)
+    traces, matched, notes = _on_one_clock(traces, always_align)
     uses: dict[Hashable, _Use] = {}
-    for one in met:
+    for one in matched:
         use = _use(uses, traces, next(iter(one.calls.values())), one.ranks, alone=False)
         took, waits, last = _met(traces, one)
         use.took.append(took)
         use.seen += len(one.calls)
         use.waits += waits
         use.last[last] += 1
-    for call in _alone(traces, met):
+    for call in _alone(traces, matched):
         use = _use(uses, traces, call, call.ranks, alone=True)
         use.took.append(int(traces[call.rank].duration[call.row]))
         use.seen += 1
@@ -137,9 +142,9 @@ def communication(traces: TraceSet, *, cluster: Fabric | None = None, always_ali
     return from_rows(_USES, (_use_row(traces, use, cluster) for use in costliest), notes)
 
 
-def _alone(traces: TraceSet, met: list[Meeting]) -> Iterator[CollectiveCall]:
+def _alone(traces: TraceSet, matched: list[MatchedCollective]) -> Iterator[CollectiveCall]:
     """What was not seen on several ranks; gloo's workers have no kernels, and are left out."""
-    seen = {(rank, call.row) for one in met for rank, call in one.calls.items()}
+    seen = {(rank, call.row) for one in matched for rank, call in one.calls.items()}
     for rank, trace in traces.items():
         for call in collectives(trace):
             if (rank, call.row) not in seen and trace.stream[call.row] >= 0:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from echograph.errors import UsageError
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US, KernelKind, kind_of_name
-from echograph.profiler.replay.job import JobWorkItems, Together, job_work_items
+from echograph.profiler.replay.job import JobWorkItems, MatchedWork, job_work_items
 from echograph.profiler.replay.rank import GAP, LAUNCH, START, WorkItem, WorkKind
 from echograph.profiler.traces.trace import NONE, TraceSet
 
@@ -84,7 +84,7 @@ def cross_rank_critical_path_summary(traces: TraceSet, *, step: int = NONE) -> A
 def _path(job: JobWorkItems, step: int) -> list[_Part]:
     """The path, first part first; each begins when the one before it ends."""
     rank_of = {id(item): rank for rank, order in job.of_rank.items() for item in order}
-    together = {id(item): one for one in job.together for item in one.work_items.values()}
+    together = {id(item): one for one in job.collectives for item in one.work_items.values()}
     before = _before(job)
     begin, item = _window(job, step)
     found: list[_Part] = []
@@ -116,7 +116,7 @@ def _before(job: JobWorkItems) -> dict[int, WorkItem]:
     return found
 
 
-def _cause(item: WorkItem, one: Together | None, before: Mapping[int, WorkItem]) -> WorkItem | None:
+def _cause(item: WorkItem, one: MatchedWork | None, before: Mapping[int, WorkItem]) -> WorkItem | None:
     """What ended last of that which a work item, or its collective's last rank, waited for."""
     if one is not None:
         item = one.work_items[one.last]

@@ -24,22 +24,28 @@ from echograph.ir.types import CollectiveKind, CopyDirection, DType, Duration, O
 from echograph.profiler.replay.profiling_overhead import Observed
 from echograph.profiler.replay.rank import WorkItem, WorkKind, rank_work_items
 from echograph.profiler.traces.alignment import align, clocks
-from echograph.profiler.traces.collectives import MESSAGES, CollectiveCall, Meeting, matched, meetings
+from echograph.profiler.traces.collectives import (
+    MESSAGES,
+    CollectiveCall,
+    MatchedCollective,
+    collectives_of_job,
+    match_collectives,
+)
 from echograph.profiler.traces.operands import TORCH_DTYPES
 from echograph.profiler.traces.trace import NONE, TraceSet
 from echograph.progress import Progress, silent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Together:
+class MatchedWork:
     """A collective of several ranks, or a message.
 
     Attributes:
-        meeting: what it is.
+        collective: what it is.
         work_items: by rank.
     """
 
-    meeting: Meeting
+    collective: MatchedCollective
     work_items: Mapping[int, WorkItem]
 
     @property
@@ -60,15 +66,15 @@ class JobWorkItems:
     Attributes:
         traces: the traces, on one clock.
         of_rank: the work items of each rank, each after all that it waits for.
-        together: the collectives that several of the traced ranks ran.
+        collectives: those that several of the traced ranks ran.
         messages: the messages of which the sender and the receiver were traced.
         notes: what was taken for something, or could not be matched, a line each.
     """
 
     traces: TraceSet
     of_rank: Mapping[int, Sequence[WorkItem]]
-    together: Sequence[Together]
-    messages: Sequence[Together]
+    collectives: Sequence[MatchedWork]
+    messages: Sequence[MatchedWork]
     notes: tuple[str, ...]
 
 
@@ -91,9 +97,9 @@ def job_work_items(
     if not any(len(trace) for trace in traces.values()):
         raise InputError(f"{next(iter(traces.values())).path}: no complete event in it: nothing to replay")
     if len(traces) > 1:
-        met, unmatched = matched(traces)
-        if clocks(traces, met).apart_before:
-            traces, fit = align(traces, (met, unmatched))
+        matched, unmatched = collectives_of_job(traces)
+        if clocks(traces, matched).apart_before:
+            traces, fit = align(traces, (matched, unmatched))
             say(f"clocks aligned to {fit.residual_ps / 1e6:.1f} us")
     with _collector_off():
         return _on_their_clocks(traces, say, seen)
@@ -107,14 +113,14 @@ def _on_their_clocks(traces: TraceSet, say: Progress, seen: Mapping[int, Observe
         dropped += against
     of_call = {id(item.call): item for order in of_rank.values() for item in order if item.call is not None}
     calls = {rank: [p.call for p in order if p.call is not None] for rank, order in of_rank.items()}
-    met, notes = meetings(calls, traces)
-    together = [
-        Together(meeting=one, work_items={rank: of_call[id(call)] for rank, call in one.calls.items()})
-        for one in met
+    matched, notes = match_collectives(calls, traces)
+    matched_work = [
+        MatchedWork(collective=one, work_items={rank: of_call[id(call)] for rank, call in one.calls.items()})
+        for one in matched
     ]
-    matched = {id(item) for one in together for item in one.work_items.values()}
+    joined = {id(item) for one in matched_work for item in one.work_items.values()}
     every = [item for order in of_rank.values() for item in order if item.call is not None]
-    unmatched = [item for item in every if item.work is WorkKind.COLLECTIVE and id(item) not in matched]
+    unmatched = [item for item in every if item.work is WorkKind.COLLECTIVE and id(item) not in joined]
     messages = _messages(of_rank)
     sent = [item for item in every if item.call is not None and item.call.kind in MESSAGES]
     if lone := sum(item.work is not WorkKind.MESSAGE for item in sent):
@@ -129,13 +135,13 @@ def _on_their_clocks(traces: TraceSet, say: Progress, seen: Mapping[int, Observe
     return JobWorkItems(
         traces=traces,
         of_rank=of_rank,
-        together=together,
+        collectives=matched_work,
         messages=messages,
         notes=tuple(dict.fromkeys((*traces.notes, *notes))),
     )
 
 
-def _messages(of_rank: Mapping[int, Sequence[WorkItem]]) -> list[Together]:
+def _messages(of_rank: Mapping[int, Sequence[WorkItem]]) -> list[MatchedWork]:
     """The n-th send of a channel and its n-th receive, where there are as many of both."""
     ends: dict[str, dict[str, list[tuple[int, WorkItem, CollectiveCall]]]] = defaultdict(
         lambda: {"send": [], "recv": []}
@@ -153,8 +159,8 @@ def _messages(of_rank: Mapping[int, Sequence[WorkItem]]) -> list[Together]:
             for _, item, _ in pair:
                 item.work = WorkKind.MESSAGE
             calls = {rank: call for rank, _, call in pair}
-            met = Meeting(kind="send", group=pair[0][2].group, number=number, calls=calls)
-            found.append(Together(meeting=met, work_items={rank: item for rank, item, _ in pair}))
+            message = MatchedCollective(kind="send", group=pair[0][2].group, number=number, calls=calls)
+            found.append(MatchedWork(collective=message, work_items={rank: item for rank, item, _ in pair}))
     return found
 
 
@@ -242,14 +248,14 @@ class _Lowering:
     def run(self) -> LoweredTraces:
         self.builder = GraphBuilder(name=self.name, workload=Workload(model=self.name), streams=("main",))
         self.device = _device(self.job.traces)
-        together = (*self.job.together, *self.job.messages)
+        together = (*self.job.collectives, *self.job.messages)
         for one in together:
-            self.names[tuple(sorted(one.work_items))].add(one.meeting.group)
+            self.names[tuple(sorted(one.work_items))].add(one.collective.group)
         for one in together:
             number, begun = self._group(one), one.begun + one.work_items[one.last].cost
             for item in one.work_items.values():
                 # A rank whose profile began behind the launch has no record of it; the others say.
-                item.nbytes = item.nbytes or one.meeting.nbytes
+                item.nbytes = item.nbytes or one.collective.nbytes
                 self.groups[id(item)] = number, max(0, item.end - begun)
         for rank, order in self.job.of_rank.items():
             begin = self.builder.op_count()
@@ -258,7 +264,7 @@ class _Lowering:
             self.builder.program(calls, role=f"rank {rank}", ranks=(rank,))
         return LoweredTraces(graph=self.builder.build(JobGraph), notes=self.job.notes)
 
-    def _group(self, one: Together) -> int:
+    def _group(self, one: MatchedWork) -> int:
         """A group is of the ranks that were traced; one of all of them is the world.
 
         Groups of the same ranks have an order each: what runs in one says nothing of the other.
@@ -268,12 +274,12 @@ class _Lowering:
         if missing := self._others(one):
             name = f"{PARTLY_TRACED}: {name} and {missing} more"
         return self.builder.group(
-            f"{name} ({one.meeting.group})" if len(self.names[ranks]) > 1 else name, ranks=ranks
+            f"{name} ({one.collective.group})" if len(self.names[ranks]) > 1 else name, ranks=ranks
         )
 
-    def _others(self, one: Together) -> int:
+    def _others(self, one: MatchedWork) -> int:
         """How many ranks of a collective were not traced; where it does not say its ranks, all are in it."""
-        known = {rank for call in one.meeting.calls.values() for rank in call.ranks}
+        known = {rank for call in one.collective.calls.values() for rank in call.ranks}
         world = max(self.job.traces[rank].world_size for rank in one.work_items)
         return len(known - self.job.of_rank.keys()) if known else max(0, world - len(self.job.of_rank))
 

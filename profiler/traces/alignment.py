@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from echograph.ir.columns import Float64, Int64
-from echograph.profiler.traces.collectives import Meeting, matched
+from echograph.profiler.traces.collectives import MatchedCollective, collectives_of_job
 from echograph.profiler.traces.trace import Trace, TraceSet
 
 # Crystals of computers are within this of each other (relative, one sigma); a drift is not fitted beyond what the
@@ -45,7 +45,7 @@ class JobClocks:
 
     Attributes:
         clocks: by rank; the first rank's is the reference. Ranks that share no collective with it have none.
-        meetings: how many collectives of several ranks they come from.
+        collectives: how many collectives of several ranks they come from.
         residual_ps: root of the mean square by which ends of one collective differ, after it.
         before_ps: the same before it.
         apart: collectives that a rank would still have ended before the last had begun them.
@@ -54,7 +54,7 @@ class JobClocks:
     """
 
     clocks: Mapping[int, RankClock]
-    meetings: int
+    collectives: int
     residual_ps: float
     before_ps: float
     apart: int
@@ -63,16 +63,16 @@ class JobClocks:
 
 
 def align(
-    traces: TraceSet, known: tuple[Sequence[Meeting], Sequence[str]] | None = None
+    traces: TraceSet, known: tuple[Sequence[MatchedCollective], Sequence[str]] | None = None
 ) -> tuple[TraceSet, JobClocks]:
     """The traces on the clock of their first rank, and how well that is known.
 
     Args:
         traces: the job's.
-        known: their meetings and what was not matched, if that is known; else their files are read again for it.
+        known: their collectives and what was not matched; None: their files are read again for it.
     """
-    met, notes = matched(traces) if known is None else known
-    found = clocks(traces, met, notes)
+    matched, notes = collectives_of_job(traces) if known is None else known
+    found = clocks(traces, matched, notes)
     moved = {rank: on_clock(trace, found.clocks.get(rank, RankClock())) for rank, trace in traces.items()}
     first = min(moved)
     said = (*moved[first].notes, *_said(found))
@@ -86,17 +86,17 @@ def on_clock(trace: Trace, clock: RankClock) -> Trace:
     return dataclasses.replace(trace, start=start, duration=np.maximum(end - start, 0))
 
 
-def clocks(traces: TraceSet, met: Sequence[Meeting], notes: Sequence[str] = ()) -> JobClocks:
+def clocks(traces: TraceSet, matched: Sequence[MatchedCollective], notes: Sequence[str] = ()) -> JobClocks:
     """Offsets and drifts from collectives that are known to be the same.
 
     Args:
         traces: the job's.
-        met: its meetings.
+        matched: its collectives.
         notes: what was not matched.
     """
     ranks = list(traces)
-    reached = _reached(ranks, met)
-    used = [one for one in met if set(one.calls) <= reached]
+    reached = _reached(ranks, matched)
+    used = [one for one in matched if set(one.calls) <= reached]
     alone = [rank for rank in ranks if rank not in reached]
     said = list(notes)
     if len(ranks) > 1 and alone:
@@ -108,11 +108,11 @@ def clocks(traces: TraceSet, met: Sequence[Meeting], notes: Sequence[str] = ()) 
     before = fit.residual(fit.nothing)
     if not used:
         own = {rank: RankClock() for rank in reached}
-        return JobClocks(clocks=own, meetings=0, residual_ps=0.0, before_ps=0.0, apart=0, notes=tuple(said))
+        return JobClocks(clocks=own, collectives=0, residual_ps=0.0, before_ps=0.0, apart=0, notes=tuple(said))
     values = fit.solve()
     return JobClocks(
         clocks=fit.clocks(values),
-        meetings=len(used),
+        collectives=len(used),
         residual_ps=fit.residual(values),
         before_ps=before,
         apart=fit.apart(values),
@@ -126,22 +126,23 @@ def _moved(times: Int64, clock: RankClock) -> Int64:
     return moved
 
 
-def _reached(ranks: Sequence[int], met: Sequence[Meeting]) -> set[int]:
+def _reached(ranks: Sequence[int], matched: Sequence[MatchedCollective]) -> set[int]:
     """Ranks that collectives join to the first one, if through others."""
     reached, before = {ranks[0]}, 0
     while len(reached) > before:
         before = len(reached)
-        for one in met:
+        for one in matched:
             if reached & set(one.calls):
                 reached |= set(one.calls)
     return reached
 
 
 def _said(found: JobClocks) -> tuple[str, ...]:
-    if not found.meetings:
+    if not found.collectives:
         return found.notes
     line = (
-        f"clocks aligned by {found.meetings} collectives: their ends differ by {found.residual_ps / 1e6:.1f} us "
+        f"clocks aligned by {found.collectives} collectives: "
+        f"their ends differ by {found.residual_ps / 1e6:.1f} us "
         f"(root mean square; {found.before_ps / 1e6:.1f} us before)"
     )
     apart = f"{found.apart} collectives end on a rank before another has begun them" if found.apart else ""
@@ -149,17 +150,19 @@ def _said(found: JobClocks) -> tuple[str, ...]:
 
 
 class _Fit:
-    """Least squares over offsets and drifts of all ranks but the first, and the mean end of each meeting.
+    """Least squares over offsets and drifts of all ranks but the first, and the mean end of each collective.
 
     Unknown are, for each rank but the first, an offset and a drift (over the span, so that both are picoseconds).
-    A row of `one` and `other` is a call and another of its meeting.
+    A row of `one` and `other` is a call and another of its collective.
     """
 
-    def __init__(self, traces: TraceSet, ranks: Sequence[int], met: Sequence[Meeting]) -> None:
+    def __init__(self, traces: TraceSet, ranks: Sequence[int], matched: Sequence[MatchedCollective]) -> None:
         self.ranks = ranks
         place = {rank: at for at, rank in enumerate(ranks)}
-        calls = [(number, rank, call.row) for number, one in enumerate(met) for rank, call in one.calls.items()]
-        self.meeting = np.array([number for number, _, _ in calls], np.int64)
+        calls = [
+            (number, rank, call.row) for number, one in enumerate(matched) for rank, call in one.calls.items()
+        ]
+        self.collective = np.array([number for number, _, _ in calls], np.int64)
         self.rank = np.array([place[rank] for _, rank, _ in calls], np.int64)
         self.start = np.array([traces[rank].start[row] for _, rank, row in calls], np.float64)
         took = np.array([traces[rank].duration[row] for _, rank, row in calls], np.float64)
@@ -171,12 +174,12 @@ class _Fit:
     def solve(self) -> Float64:
         """Offset at the middle and drift over half the span, of each rank, in picoseconds."""
         design = self._moves(self.end)
-        count = np.bincount(self.meeting)
+        count = np.bincount(self.collective)
         means = np.zeros((len(count), design.shape[1]))
-        np.add.at(means, self.meeting, design)
-        mean_end = np.bincount(self.meeting, self.end) / count
-        rows = design - (means / count[:, None])[self.meeting]
-        wanted = mean_end[self.meeting] - self.end
+        np.add.at(means, self.collective, design)
+        mean_end = np.bincount(self.collective, self.end) / count
+        rows = design - (means / count[:, None])[self.collective]
+        wanted = mean_end[self.collective] - self.end
         values = self._least(rows, wanted, self._noise(rows, wanted))
         return self._within(rows, wanted, values)
 
@@ -223,11 +226,11 @@ class _Fit:
         return values
 
     def _violations(self, values: Float64) -> Int64:
-        """Pairs of calls of one meeting of which the first ends before the second begins."""
+        """Pairs of calls of one collective of which the first ends before the second begins."""
         start, end = (times + self._moves(times) @ values for times in (self.start, self.end))
-        order = np.lexsort((start, self.meeting))
-        last = order[np.concatenate([self.meeting[order][1:] != self.meeting[order][:-1], [True]])]
-        latest = last[self.meeting]
+        order = np.lexsort((start, self.collective))
+        last = order[np.concatenate([self.collective[order][1:] != self.collective[order][:-1], [True]])]
+        latest = last[self.collective]
         # A collective has no duration to speak of beyond the noise of what stamps it.
         late = np.flatnonzero(end < start[latest] - 1.0)
         return np.stack([late, latest[late]], axis=1)
@@ -242,16 +245,16 @@ class _Fit:
         return moves
 
     def residual(self, values: Float64) -> float:
-        """Root mean square of the distances of ends from their meeting's mean end."""
+        """Root mean square of the distances of ends from their collective's mean end."""
         if not len(self.end):
             return 0.0
         end = self.end - self.middle + self._moves(self.end) @ values
-        mean = np.bincount(self.meeting, end) / np.bincount(self.meeting)
-        return float(np.sqrt(np.mean((end - mean[self.meeting]) ** 2)))
+        mean = np.bincount(self.collective, end) / np.bincount(self.collective)
+        return float(np.sqrt(np.mean((end - mean[self.collective]) ** 2)))
 
     def apart(self, values: Float64) -> int:
         """Meetings that do not overlap."""
-        return len(set(self.meeting[self._violations(values)[:, 0]].tolist()))
+        return len(set(self.collective[self._violations(values)[:, 0]].tolist()))
 
     def clocks(self, values: Float64) -> dict[int, RankClock]:
         """The values as clocks."""

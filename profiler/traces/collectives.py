@@ -128,7 +128,7 @@ class CollectiveCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class MatchedCollective:
     """One collective of several ranks: the n-th of its kind in its group on each of them.
 
     Attributes:
@@ -195,9 +195,9 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[CollectiveCa
     return sorted(found, key=lambda call: int(trace.start[call.row if call.issue == NONE else call.issue]))
 
 
-def meetings(
+def match_collectives(
     calls: Mapping[int, list[CollectiveCall]], traces: Mapping[int, Trace] | None = None
-) -> tuple[list[Meeting], list[str]]:
+) -> tuple[list[MatchedCollective], list[str]]:
     """Which collectives are one: the n-th of a kind in a group, on all ranks of the group that were traced.
 
     Where ranks ran them unequally often, as their profiles began or ended one after the other, times tell which of
@@ -208,9 +208,9 @@ def meetings(
         traces: with their times; None: collectives that ranks ran unequally often are not matched.
 
     Returns:
-        The meetings, and a line for each kind and group that the ranks did not run equally often.
+        The collectives, and a line for each kind and group that the ranks did not run equally often.
     """
-    met, notes = [], []
+    matched, notes = [], []
     for (kind, ranks, _), of_rank in _alike(calls).items():
         members = (set(ranks) or set(calls)) & set(calls)
         if len(members) < 2:
@@ -227,8 +227,10 @@ def meetings(
         shared = {rank: found[first[rank] :] for rank, found in own.items()}
         for number in range(min(map(len, shared.values()))):
             same = {rank: found[number] for rank, found in shared.items()}
-            met.append(Meeting(kind=kind, group=next(iter(same.values())).group, number=number, calls=same))
-    return met, notes
+            matched.append(
+                MatchedCollective(kind=kind, group=next(iter(same.values())).group, number=number, calls=same)
+            )
+    return matched, notes
 
 
 def _counts(counts: Mapping[int, int]) -> str:
@@ -313,15 +315,15 @@ def _alike(
     return alike
 
 
-def matched(traces: TraceSet) -> tuple[list[Meeting], list[str]]:
-    """The meetings of a job's traces, by the time at which the first of their ranks began.
+def collectives_of_job(traces: TraceSet) -> tuple[list[MatchedCollective], list[str]]:
+    """The collectives that the ranks of a job ran together, by the time at which the first of their ranks began.
 
     Returns:
-        As `meetings`.
+        As `match_collectives`.
     """
-    met, notes = meetings({rank: collectives(trace) for rank, trace in traces.items()}, traces)
-    met.sort(key=lambda one: min(int(traces[rank].start[call.row]) for rank, call in one.calls.items()))
-    return met, notes
+    matched, notes = match_collectives({rank: collectives(trace) for rank, trace in traces.items()}, traces)
+    matched.sort(key=lambda one: min(int(traces[rank].start[call.row]) for rank, call in one.calls.items()))
+    return matched, notes
 
 
 def kind_of(name: str) -> str:

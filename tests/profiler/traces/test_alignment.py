@@ -12,7 +12,7 @@ from small_traces import Event, job, operator, work
 from echograph.profiler.analyses import ANALYSES
 from echograph.profiler.traces import TraceSet, read_traces
 from echograph.profiler.traces.alignment import RankClock, align, clocks, on_clock
-from echograph.profiler.traces.collectives import matched
+from echograph.profiler.traces.collectives import collectives_of_job
 from echograph.profiler.traces.trace import Trace
 
 REAL = "traces/dlrm-v100-8-ranks"
@@ -55,7 +55,7 @@ def test_offsets_and_drifts_are_recovered(tmp_path: Path, seed: int, spacing_us:
     assert furthest_us(off, true) > 1_000
     found, fit = align(off)
     assert furthest_us(found, true) < 5
-    assert (fit.meetings, fit.apart) == (60, 0)
+    assert (fit.collectives, fit.apart) == (60, 0)
     assert fit.residual_ps < 2 * US < fit.before_ps
     assert "aligned by 60 collectives" in found.notes[0]
 
@@ -78,7 +78,7 @@ def test_a_collective_does_not_end_before_its_last_rank_has_begun_it(tmp_path: P
     traces = job(tmp_path, first, second)
     found, fit = align(traces)
     assert fit.apart == 0
-    for one in matched(found)[0]:
+    for one in collectives_of_job(found)[0]:
         begun = max(int(found[rank].start[call.row]) for rank, call in one.calls.items())
         assert all(found[rank].end[call.row] >= begun - 1 for rank, call in one.calls.items())
 
@@ -96,12 +96,12 @@ def test_ranks_that_share_no_collective_keep_their_clocks_and_it_is_said(tmp_pat
 def test_one_rank_is_its_own_reference(tmp_path: Path) -> None:
     traces = job(tmp_path, [operator("aten::mm", 5, 10)])
     found, fit = align(traces)
-    assert (fit.meetings, fit.notes, len(found)) == (0, (), 1)
+    assert (fit.collectives, fit.notes, len(found)) == (0, (), 1)
 
 
 def test_a_real_job_of_eight_ranks(measured_data: Path) -> None:
     traces = read_traces(measured_data / REAL, last_step=True, align=True)
-    met, notes = matched(traces)
+    met, notes = collectives_of_job(traces)
     assert (len(met), notes) == (8, [])
     assert all(set(one.calls) == set(range(8)) for one in met)
     for one in met:

@@ -12,7 +12,7 @@ from small_traces import job, launched, operator, work, write
 from echograph.errors import FormatError
 from echograph.ir.comms.record import FORMAT, CallSignature, GroupLine, HeaderLine, RecordLine, encode
 from echograph.profiler.traces import read_trace
-from echograph.profiler.traces.collectives import Meeting, collectives, kind_of, matched
+from echograph.profiler.traces.collectives import MatchedCollective, collectives, collectives_of_job, kind_of
 
 KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 
@@ -161,14 +161,16 @@ def test_collectives_of_groups_are_matched_in_their_groups(tmp_path: Path) -> No
             )
         return kernels
 
-    met, notes = matched(job(tmp_path, rank([0, 1]), rank([0, 1]), rank([2, 3]), rank([2, 3])))
+    met, notes = collectives_of_job(job(tmp_path, rank([0, 1]), rank([0, 1]), rank([2, 3]), rank([2, 3])))
     assert notes == []
     assert sorted((tuple(one.calls), one.number) for one in met) == [
         ((0, 1), 0), ((0, 1), 1), ((0, 1, 2, 3), 0), ((2, 3), 0), ((2, 3), 1),
     ]  # fmt: skip
 
 
-def windows(tmp_path: Path, begins: list[int], count: int, late: dict[int, float] | None = None) -> list[Meeting]:
+def windows(
+    tmp_path: Path, begins: list[int], count: int, late: dict[int, float] | None = None
+) -> list[MatchedCollective]:
     """All-reduces of growing size, one a millisecond; each rank's profile begins at another of them."""
     parts = []
     for rank, begin in enumerate(begins):
@@ -180,7 +182,7 @@ def windows(tmp_path: Path, begins: list[int], count: int, late: dict[int, float
             end = 1000 * number + 300 + (late or {}).get(rank, 0)
             events += launched(KERNEL, start - 5, start, end - start, number + 1, stream=20, **said)
         parts.append(events)
-    return matched(job(tmp_path, *parts))[0]
+    return collectives_of_job(job(tmp_path, *parts))[0]
 
 
 def test_profiles_that_begin_one_after_the_other_are_matched_by_time(tmp_path: Path) -> None:

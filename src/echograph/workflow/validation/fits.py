@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from echograph.models.catalog import GATED_MLP
 from echograph.workflow.plan import Plan
 from echograph.workflow.validation.model import RowModel
 
-_MATRICES = {"LlamaForCausalLM": 3, "NemotronForCausalLM": 2, "GPT2LMHeadModel": 2}
-"""Matrices of a feed-forward network, by architecture."""
+_COUNTED = ("LlamaForCausalLM", "NemotronForCausalLM", "GPT2LMHeadModel")
+"""Architectures that rows of sizes alone are taken for."""
 
 _STATE_BYTES = {0: (2, 2, 12), 1: (2, 2, 12), 2: (2, 0, 14), 3: (0, 0, 16)}
 """Bytes of a parameter, its gradient, and of both and the optimizer where a stage of ZeRO divides them: in 16 bit,
@@ -25,9 +26,10 @@ def least_bytes(model: RowModel, plan: Plan, seq_len: int) -> tuple[int, int]:
         plan: with GPUs and micro-batch.
         seq_len: tokens of a sample.
     """
-    matrices = _MATRICES.get(model.entry.architecture)
-    if matrices is None or plan.gpus is None or plan.ep > 1:
+    architecture = model.entry.architecture
+    if architecture not in _COUNTED or plan.gpus is None or plan.ep > 1:
         return 0, 0
+    matrices = 2 + GATED_MLP[architecture]
     hidden, ffn, heads, kv_heads = (model.size(name) for name in ("hidden", "ffn_hidden", "heads", "kv_heads"))
     wide = hidden + 2 * hidden * kv_heads // heads
     parameters = model.layers * (2 * hidden * hidden + wide * hidden - hidden * hidden + matrices * hidden * ffn)

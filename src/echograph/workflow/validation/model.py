@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from echograph.models import ModelEntry, get_model, model_entries
+from echograph.models.catalog import GATED_MLP
 from echograph.workflow.validation.table import MeasuredStep, Skip
 from echograph.workflow.validation.trainers import Trainer
 
@@ -18,11 +19,11 @@ _KEYS = {
 }  # fmt: skip
 """What configurations call the columns."""
 
-_BY_SIZES = {
-    "LlamaForCausalLM": True, "MistralForCausalLM": True, "GPT2LMHeadModel": False, "OPTForCausalLM": False,
-    "BloomForCausalLM": False, "MptForCausalLM": False,
-}  # fmt: skip
-"""Architectures that their sizes say all of, and whether their feed-forward network is gated."""
+_BY_SIZES = (
+    "LlamaForCausalLM", "MistralForCausalLM", "GPT2LMHeadModel", "OPTForCausalLM", "BloomForCausalLM",
+    "MptForCausalLM",
+)  # fmt: skip
+"""Architectures that their sizes say all of."""
 
 AGREES = 0.1
 """How far, relatively, the parameters that a row states may be from those of its sizes."""
@@ -236,7 +237,7 @@ def _is_gated(
         Skip: it states far more, as mixtures of experts have.
     """
     if known is not None:
-        return _BY_SIZES[known.architecture]
+        return GATED_MLP[known.architecture]
     billions = None if row.of_layers_alone else row.real("params_B")
     if billions is not None:
         stated, most = 1e9 * billions, rest + 3 * matrix
