@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -117,8 +118,11 @@ def test_values_are_finite_where_somebody_asks() -> None:
     assert torch.isfinite(loss).all()
     assert not (~torch.isfinite(loss)).any()
     assert loss == loss and not (loss != loss).any()
+    assert loss.item() not in [math.inf, -math.inf, math.nan] and loss.item() < math.inf
     with pytest.raises(CaptureError):
         bool(loss > 0)
+    with pytest.raises(CaptureError):
+        bool(loss.item() == 2.0)
 
 
 @pytest.mark.parametrize("size", [3, MOST_INTEGERS + 4])
