@@ -420,9 +420,18 @@ def _number(given: Any) -> Any:
 
 def plain(data: Any) -> Any:
     """What `torch.tensor` is given: numbers in place of known tensors; where one is not known, a tensor of all."""
-    made = tree_map_only(Tensor, _number, data)
+    made = tree_map_only(Tensor, _number, _beside_numbers(data))
     unknown = isinstance(made, list | tuple) and any(isinstance(part, FakeTensor) for part in tree_leaves(made))
     return _stacked(made) if unknown else made
+
+
+def _beside_numbers(data: Any) -> Any:
+    """Nested lists in which a tensor of one element is a number where it stands beside numbers, as in PyTorch."""
+    if not isinstance(data, list | tuple):
+        return data
+    if data and isinstance(data[0], list | tuple | Tensor):
+        return [_beside_numbers(part) for part in data]
+    return [part.reshape(()) if isinstance(part, Tensor) and part.numel() == 1 else part for part in data]
 
 
 def _stacked(parts: Any) -> Tensor:

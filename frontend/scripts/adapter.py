@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -173,6 +174,9 @@ def patched(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[Non
     if isinstance(value, FunctionType) and isinstance(before, FunctionType) and value.__closure__:
         # Libraries ask for the arguments of what they call: what was made for this place passes for what it wraps.
         update_wrapper(value, before)
+        vars(value)["__signature__"] = inspect.signature(
+            before
+        )  # for `getfullargspec`, which looks at no wrapped one
     patch = owner, name, own, original, value
     _PATCHES[id(patch)] = patch
     setattr(owner, name, value)

@@ -81,6 +81,11 @@ _REMEDIES = (
         "it compiles kernels of its own for a GPU, into which a capture cannot look: the script is captured only "
         "where it takes PyTorch's own operators in their place",
     ),
+    (
+        r"FlashAttention-?\d? (has been|is) toggled on",
+        "Transformers asks for the installed package, for which nothing can stand in: give attn_implementation "
+        "'sdpa', which is PyTorch's own",
+    ),
     (r"active drivers|[Tt]riton", f"a Triton kernel {_OPERATOR}"),
     (r"lib(cuda|cudart|cublas|cudnn|nccl|nvrtc|nvidia-ml)\w*[.\d]*\.so|NVML|nvml|nvidia-ml|no NVIDIA", _DRIVER),
     (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs", _NOT_ANSWERED),

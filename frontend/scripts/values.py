@@ -248,7 +248,7 @@ def _compare(kind: type, name: str) -> Any:
     def compare(self: Any, other: Any) -> Any:
         where = caller()
         # A number is itself, and finite.
-        if _PRINTED.get() or other is self or (isinstance(other, float) and math.isinf(other)):
+        if _PRINTED.get() or other is self or (isinstance(other, float) and not math.isfinite(other)):
             return plain(self, other)
         frame = _asking()
         if frame is not None and (of := extreme(frame)):

@@ -481,6 +481,11 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
             "from yaml import no_such; no_such()",
             r"PyYAML [\d.]+ has no such name: .*\(requirements.txt asks for yaml>=1\)",
         ),
+        (
+            "torch==1.0.0",
+            "raise ImportError('FlashAttention2 has been toggled on, but it cannot be used')",
+            "give attn_implementation 'sdpa'",
+        ),
         ("", "from xformers.ops import no_such", "what stands in for it has no such name"),
     ],
 )

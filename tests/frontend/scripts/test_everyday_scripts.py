@@ -348,3 +348,16 @@ def test_functions_of_python_are_of_their_types_and_a_script_may_have_its_own(tm
     (tmp_path / "train.py").write_text(OWN_PRINT)
     assert run_script(Script(path=tmp_path / "train.py"), World(), TorchAdapter()).recorder.recorded
     assert (print, open) == before
+
+
+def test_what_stands_in_for_a_function_has_its_arguments(tmp_path: Path) -> None:
+    """Scripts make objects of settings, by the arguments that classes have."""
+    (tmp_path / "train.py").write_text(
+        "import inspect, torch\nfrom torch.utils.data import DataLoader\n"
+        "names = inspect.getfullargspec(DataLoader.__init__).args\n"
+        "assert names[:3] == ['self', 'dataset', 'batch_size'], names\n"
+        "given = {name: 2 for name in names if name == 'batch_size'}\n"
+        "model = torch.nn.Linear(8, 8)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for x in DataLoader(torch.ones(8, 8), **given):\n    model(x).sum().backward()\n    optimizer.step()\n"
+    )
+    assert run_script(Script(path=tmp_path / "train.py"), World(), TorchAdapter()).recorder.samples == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -117,8 +118,11 @@ def test_values_are_finite_where_somebody_asks() -> None:
     assert torch.isfinite(loss).all()
     assert not (~torch.isfinite(loss)).any()
     assert loss == loss and not (loss != loss).any()
+    assert loss.item() not in [math.inf, -math.inf, math.nan] and loss.item() < math.inf
     with pytest.raises(CaptureError):
         bool(loss > 0)
+    with pytest.raises(CaptureError):
+        bool(loss.item() == 2.0)
 
 
 @pytest.mark.parametrize("size", [3, MOST_INTEGERS + 4])
@@ -198,6 +202,10 @@ def test_a_slice_between_known_tensors_is_as_long_as_they_say() -> None:
 def test_a_tensor_of_tensors_is_as_long_as_their_list() -> None:
     known, unknown = torch.tensor(3), torch.randn(8192).sum()
     assert torch.tensor([known, known + 1]).tolist() == [3, 4]
+    # Beside numbers, a tensor of one element is one, whatever its dimensions.
+    assert torch.tensor([-2.5, torch.zeros(2)[0][None], 3]).tolist() == [-2.5, 0.0, 3.0]
+    assert torch.tensor([[1, known.reshape(1, 1)]]).tolist() == [[1, 3]]
+    assert torch.tensor((2.0, unknown.reshape(1))).shape == (2,)
     made = torch.tensor([[unknown, known], [2.0, unknown]], device="cuda")
     assert (made.shape, made.is_cuda, made.dtype) == ((2, 2), True, torch.float32)
 
