@@ -474,5 +474,5 @@ def _points(schedule: str, stage: int, stages: int, micro_batches: int, chunks: 
         alive = np.concatenate([alive, [[1] * chunks + [0] * chunks]])
     different = np.unique(alive, axis=0)
     # A point that has at no chunk more alive than another one is never the fullest.
-    no_more = (different[:, None] <= different).all(axis=2)
-    return different[no_more.sum(axis=1) == 1].astype(np.float64)
+    no_more = (different[:, None] <= different).all(axis=2).sum(axis=1) == 1
+    return np.asarray(different[no_more], np.float64)
