@@ -509,6 +509,11 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
             "raise ImportError('FlashAttention2 has been toggled on, but it cannot be used')",
             "give attn_implementation 'sdpa'",
         ),
+        (
+            "",
+            "raise RuntimeError('Encountered gradient which is undefined, but still allreduced by DDP')",
+            r"freeze those that get no gradient \(requires_grad_\(False\)\)",
+        ),
         ("", "from xformers.ops import no_such", "what stands in for it has no such name"),
     ],
 )
