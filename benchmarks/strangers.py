@@ -76,7 +76,7 @@ def command(row: dict[str, Any], data: Path, output: Path) -> list[str]:
     step = ["--step", str(row["step"])] if "step" in row else []
     framework = row.get("framework", "torch")
     made = [
-        *(part for name in row.get("fake-data", ()) for part in ("--fake-data", name)),
+        *(part for name in row.get("fake-data", ()) for part in ("--fake-data", name.format(data=data))),
         *(part for name in row.get("fake-weights", ()) for part in ("--fake-weights", name)),
     ]
     asked = [*what, *ranks, *step, *decided, *made]

@@ -47,7 +47,6 @@ _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 @contextmanager
 def _marked() -> Iterator[None]:
     """In the context, accelerate's launcher for one process says that what it starts is a training script."""
-    from accelerate import utils
 
     def marking(original: Callable[..., Any]) -> Callable[..., Any]:
         def prepare(arguments: Any) -> Any:
@@ -56,7 +55,7 @@ def _marked() -> Iterator[None]:
 
         return prepare
 
-    with patched(utils, "prepare_simple_launcher_cmd_env", marking):
+    with patched(sys.modules["accelerate.utils"], "prepare_simple_launcher_cmd_env", marking):
         yield
 
 

@@ -279,7 +279,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         steps: training steps that have ended.
         recorded: whether the step is recorded.
         held: bytes that no tensor of the step stands for, by what holds them (`ir.graph.Program`).
-        sample: shape and type of the first tensor that the model was given in the step.
+        sample: shape and type of the first tensor that the model was given in the step, to learn from if it does.
         samples: how many of it (its first dimension) the step reads; 0 where it was given none.
         stack: software that runs, a word of `models.stacks`; "" where nobody said it.
         attention: kernel that runs fused attention, as costs name it; "" where the stack chooses it.
@@ -326,7 +326,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._context: dict[str, Any] = {}
         self._pace: Optimizer | None = None
         self._optimizing = self._framework_steps = 0
-        self._trains = False
+        self._trains = self._learns = False
         self._after_backward = False
         self._pass = self._backward_pass = 0
         self._waiting_passes = self._told_micro_batches = False
@@ -532,9 +532,19 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
                 self._after_backward = False
                 self.step_begins()
         # A module without parameters outside of all others prepares data.
-        if self.sample is None and self._recording and self._trains:
-            self.sample, self.sampled = next((a for a in args if isinstance(a, Tensor)), None), self.loaded
+        if self._recording and self._trains and not self._learns:
+            self._take_sample(args)
         self._stack.append(self.memory.path_of(module))
+
+    def _take_sample(self, args: Any) -> None:
+        """Takes what a module is given for the sample of the step: the first with gradients, if any has them.
+
+        What runs before without them acts, evaluates, or makes targets.
+        """
+        learns = torch.is_grad_enabled()
+        given = next((a for a in args if isinstance(a, Tensor)), None)
+        if given is not None and (learns or self.sample is None):
+            self.sample, self.sampled, self._learns = given, self.loaded, learns
 
     def _module_ends(self, *_: Any) -> None:
         if self._stack:

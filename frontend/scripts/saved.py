@@ -143,8 +143,8 @@ class Overwritten:
     def _keep(self, path: Path) -> None:
         if str(path) in self._known or self.folder in path.parents or (path.exists() and not path.is_file()):
             return
-        self._known[str(path)] = kept = self.folder / str(len(self._known))
-        kept.mkdir()
+        # Threads and forked processes keep files in the same folder.
+        self._known[str(path)] = kept = Path(tempfile.mkdtemp(dir=self.folder))
         (kept / _PATH).write_text(str(path))
         if path.exists():
             # What cannot be read is not kept; the script may write it nevertheless.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
@@ -228,6 +229,15 @@ class TorchAdapter(Adapter):
 
 
 @contextmanager
+def _loading_here(world: World, recorder: ScriptRecorder) -> Iterator[None]:
+    """In the context, torchdata's loader, whose constructor is its own, starts no workers and pins nothing."""
+    del world, recorder
+    module = sys.modules["torchdata.stateful_dataloader.stateful_dataloader"]
+    with patched(module.StatefulDataLoader, "__init__", _in_this_process):
+        yield
+
+
+@contextmanager
 def _states_made(world: World, recorder: ScriptRecorder) -> Iterator[None]:
     del world
     states = importlib.import_module("torch.distributed.checkpoint.state_dict")
@@ -290,6 +300,7 @@ _LATER: Mapping[str, Callable[[World, ScriptRecorder], AbstractContextManager[No
     "torch.distributed.checkpoint.state_dict": _states_made,
     "torch.distributed.tensor": _divided,
     "torch.distributed.fsdp": _in_shares,
+    "torchdata.stateful_dataloader.stateful_dataloader": _loading_here,
     "torch.utils.tensorboard": _pictured,
 }
 """Hooks of what many scripts do not import."""

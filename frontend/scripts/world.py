@@ -276,9 +276,11 @@ def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *_: An
         object_gather_list[:] = [obj] * len(object_gather_list)
 
 
-def _scatter_object_list(output: list[Any], inputs: list[Any] | None = None, *_: Any, **__: Any) -> None:
-    if inputs:
-        output[0] = inputs[0]
+def _scatter_object_list(
+    scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None, *_: Any, **__: Any
+) -> None:
+    if scatter_object_input_list:
+        scatter_object_output_list[0] = scatter_object_input_list[0]
 
 
 def differing(one: World, other: World) -> frozenset[Shared]:

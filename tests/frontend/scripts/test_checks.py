@@ -200,6 +200,29 @@ for _ in range(2):
     assert warned(tmp_path, text, size=1) == ()
 
 
+def test_what_acts_before_it_learns_counts_no_samples(tmp_path: Path) -> None:
+    """Reinforcement learning collects with a few environments, and learns from a batch of what was kept."""
+    text = """import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+    def forward(self, *, state):
+        return self.layer(state)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    with torch.no_grad():
+        model(state=torch.ones(3, 8))
+    target = model(state=torch.ones(64, 8))
+    target.sum().backward()
+    optimizer.step()
+"""
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    assert capture_script(Script(path=path), World(), TorchAdapter()).graph.workload.batch_size == 64
+
+
 def test_what_prepares_data_counts_no_samples(tmp_path: Path) -> None:
     """A module without parameters, as torchvision's transforms are, runs for each image of a data set."""
     text = """import torch
@@ -485,6 +508,11 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
             "torch==1.0.0",
             "raise ImportError('FlashAttention2 has been toggled on, but it cannot be used')",
             "give attn_implementation 'sdpa'",
+        ),
+        (
+            "",
+            "raise RuntimeError('Encountered gradient which is undefined, but still allreduced by DDP')",
+            r"freeze those that get no gradient \(requires_grad_\(False\)\)",
         ),
         ("", "from xformers.ops import no_such", "what stands in for it has no such name"),
     ],

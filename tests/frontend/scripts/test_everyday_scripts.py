@@ -361,3 +361,25 @@ def test_what_stands_in_for_a_function_has_its_arguments(tmp_path: Path) -> None
         "for x in DataLoader(torch.ones(8, 8), **given):\n    model(x).sum().backward()\n    optimizer.step()\n"
     )
     assert run_script(Script(path=tmp_path / "train.py"), World(), TorchAdapter()).recorder.samples == 2
+
+
+def test_a_loader_with_a_constructor_of_its_own_loads_here(tmp_path: Path) -> None:
+    """As torchdata's `StatefulDataLoader` has."""
+    package = tmp_path / "torchdata" / "stateful_dataloader"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("from .stateful_dataloader import StatefulDataLoader\n")
+    (package / "stateful_dataloader.py").write_text(
+        "from torch.utils.data import DataLoader\nclass StatefulDataLoader(DataLoader):\n"
+        "    def __init__(self, dataset, batch_size=1, shuffle=None, sampler=None, batch_sampler=None,\n"
+        "                 num_workers=0, collate_fn=None, pin_memory=False, *, prefetch_factor=None):\n"
+        "        assert not num_workers and not pin_memory and prefetch_factor is None\n"
+        "        super().__init__(dataset, batch_size)\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom torchdata.stateful_dataloader import StatefulDataLoader\n"
+        "model = torch.nn.Linear(8, 8)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for x in StatefulDataLoader(torch.ones(8, 8), 2, num_workers=4, pin_memory=True, prefetch_factor=2):\n"
+        "    model(x).sum().backward()\n    optimizer.step()\n"
+    )
+    assert run_script(Script(path=tmp_path / "train.py"), World(), TorchAdapter()).recorder.samples == 2

@@ -350,6 +350,21 @@ def test_what_accelerate_starts_for_one_gpu_runs_in_its_place(tmp_path: Path) ->
     assert run_script(script, World(size=1, launched=False), TorchAdapter()).recorder.recorded
 
 
+def test_objects_are_exchanged_by_the_arguments_that_pytorch_has(tmp_path: Path) -> None:
+    text = """import torch
+import torch.distributed as dist
+dist.init_process_group("nccl")
+got, all_of_them, gathered, told = [None], [None] * 4, [None] * 4, ["it"]
+dist.scatter_object_list(scatter_object_output_list=got, scatter_object_input_list=list("abcd"), src=0, group=None)
+dist.all_gather_object(object_list=all_of_them, obj=1, group=None)
+dist.gather_object(obj=2, object_gather_list=gathered, dst=0, group=None)
+dist.broadcast_object_list(object_list=told, src=0, group=None, device=None)
+assert (got, all_of_them, gathered, told) == (["a"], [1] * 4, [2] * 4, ["it"])
+model = torch.nn.Linear(4, 4).cuda()
+""" + STEPS.format(given="torch.ones(2, 4, device='cuda')")
+    assert _run(tmp_path, text, World(size=4)).recorder.recorded
+
+
 def test_errors_name_the_lines_of_what_was_launched(tmp_path: Path) -> None:
     started = tmp_path / "there" / "started.py"
     started.parent.mkdir()

@@ -9,7 +9,7 @@ import pytest
 from echograph.errors import CaptureError
 from echograph.frontend.scripts.process import CaptureProcess
 from echograph.frontend.scripts.run import Script, run_script
-from echograph.frontend.scripts.saved import _MARK
+from echograph.frontend.scripts.saved import _MARK, Overwritten, put_back
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
 
@@ -125,3 +125,17 @@ def test_of_a_script_that_ends_its_process_as_well(
         running.result()
     assert (tmp_path / "last.pt").read_bytes() == b"a day's training"
     assert not (tmp_path / "last.pt.2").exists()
+
+
+def test_processes_keep_files_in_one_folder(tmp_path: Path) -> None:
+    """A forked process knows of what was kept before, and not of what its parent keeps."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for name in ("parent", "child"):
+        (tmp_path / name).write_text(name)
+        Overwritten(kept).opening(str(tmp_path / name), "w")
+    assert sorted(path.read_text() for path in kept.glob("*/*") if path.read_text() in ("parent", "child")) == [
+        "child", "parent",
+    ]  # fmt: skip
+    put_back(kept)
+    assert not kept.exists()
