@@ -10,14 +10,13 @@ is processor time. Steps take turns with operators and units, so that both see t
 figure is the median of a round, and an error the median of the rounds' own. Nothing is fitted to a step.
 
 Processor time of a step still depends on who else uses the caches. On a machine that others keep busy, have a core
-for this alone: `chrt --fifo 5 taskset --cpu-list 1 python -m benchmarks.measured_host`.
+for this alone: `chrt --rr 5 taskset --cpu-list 1 python -m benchmarks.measured_host`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -87,27 +86,22 @@ def compare(size: tuple[int, ...], rounds: int, budget_s: float) -> list[tuple[f
 
 @contextmanager
 def _training(arguments: list[str]) -> Iterator[Callable[[], list[float]]]:
-    """The script, which trains where it is asked for the processor time of steps, and stands still otherwise."""
-    command = [sys.executable, str(SCRIPT), *arguments, str(10**9)]
+    """The script, which trains where it is asked for the processor time of a turn's steps, and waits otherwise."""
+    command = [sys.executable, str(SCRIPT), *arguments, str(FIRST + STEPS)]
     # Freed memory is kept, as in `keep_freed_memory`, of the operators.
     kept = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2**31 - 1))
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | kept)
-    assert process.stdout is not None
-    lines = process.stdout
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | kept) as script:
+        asked, told = script.stdin, script.stdout
+        assert asked is not None
+        assert told is not None
 
-    def steps() -> list[float]:
-        process.send_signal(signal.SIGCONT)
-        for _ in range(FIRST):
-            lines.readline()
-        taken = [float(lines.readline()) for _ in range(STEPS)]
-        process.send_signal(signal.SIGSTOP)
-        return taken
+        def steps() -> list[float]:
+            print(file=asked, flush=True)
+            return [float(told.readline()) for _ in range(FIRST + STEPS)][FIRST:]
 
-    try:
         yield steps
-    finally:
-        process.kill()
-        process.wait()
+        asked.close()
 
 
 def _units() -> Any:
