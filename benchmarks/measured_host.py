@@ -2,12 +2,15 @@
 
 python -m benchmarks.measured_host [--rounds N] [--budget S]
 
-A small GPT as nanoGPT writes it (`benchmarks/small_gpt.py`), of four sizes, trains for real on one thread. The
+A small GPT as nanoGPT writes it (`benchmarks/small_gpt.py`), of several sizes, trains for real on one thread. The
 same script is captured as by `echoc capture torch --device cpu --measure-host`, each distinct operator of the
 capture is measured by itself as `echoprof ops --clock cpu` does, and the step is simulated. The units of the
 host's work are measured here as well, since the machine is another one, or busier, than the one of the table. All
-are processor time, and medians; the script trains while operators and units are measured, so that what else the
-machine does disturbs both alike. Nothing is fitted to a step.
+is processor time. Steps take turns with operators and units, so that both see the machine in the same mood; a
+figure is the median of a round, and an error the median of the rounds' own. Nothing is fitted to a step.
+
+Processor time of a step still depends on who else uses the caches. On a machine that others keep busy, have a core
+for this alone: `chrt --rr 5 taskset --cpu-list 1 python -m benchmarks.measured_host`.
 """
 
 from __future__ import annotations
@@ -16,9 +19,7 @@ import argparse
 import os
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +31,20 @@ import torch
 
 from benchmarks import host_units
 
-SIZES = ((2, 16, 2, 2, 8), (4, 64, 4, 4, 32), (4, 128, 4, 4, 64), (6, 192, 6, 4, 64))
+SIZES = (
+    (2, 16, 2, 2, 8),
+    (4, 64, 4, 4, 32),
+    (2, 128, 4, 8, 64),
+    (4, 128, 4, 4, 64),
+    (6, 192, 6, 4, 64),
+    (4, 256, 4, 4, 128),
+    (6, 384, 6, 2, 128),
+)
 """Layers, width, heads, batch and tokens."""
 VOCABULARY = 65
-FIRST = 5
-"""Steps in which memory and caches are warmed."""
+FIRST, STEPS = 5, 25
+"""Steps of a turn, in which memory and caches are warmed, and those that count."""
+UNIT_ROUNDS = 10
 SCRIPT = Path(__file__).with_name("small_gpt.py")
 
 
@@ -45,48 +55,53 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=15.0, help="seconds for the operators, each turn")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    names = ("layers", "width", "tokens", "real ms", "predicted", "error", "without host")
-    print("{:>6} {:>5} {:>6} {:>8} {:>9} {:>7} {:>12}".format(*names))
+    names = ("layers", "width", "tokens", "real ms", "predicted", "error", "without host", "rounds")
+    print("{:>6} {:>5} {:>6} {:>8} {:>9} {:>7} {:>12}  {}".format(*names))
     for size in SIZES:
-        real_s, predicted_s, kernels_s = compare(size, given.rounds, given.budget)
+        rounds = compare(size, given.rounds, given.budget)
+        real_s, predicted_s = (median(r[i] for r in rounds) for i in (0, 1))
+        errors = [predicted / real - 1 for real, predicted, _ in rounds]
+        alone = median(kernels / real - 1 for real, _, kernels in rounds)
         print(
             f"{size[0]:>6} {size[1]:>5} {size[3] * size[4]:>6} {1e3 * real_s:>8.2f} {1e3 * predicted_s:>9.2f} "
-            f"{predicted_s / real_s - 1:>+7.1%} {kernels_s / real_s - 1:>+12.1%}",
+            f"{median(errors):>+7.1%} {alone:>+12.1%}  " + " ".join(f"{error:+.1%}" for error in errors),
             flush=True,
         )
 
 
-def compare(size: tuple[int, ...], rounds: int, budget_s: float) -> tuple[float, float, float]:
-    """Seconds of a step as it runs, as predicted, and of its operators alone."""
+def compare(size: tuple[int, ...], rounds: int, budget_s: float) -> list[tuple[float, float, float]]:
+    """For each round the seconds of a step as it runs, as predicted, and of its operators alone."""
     arguments = [str(part) for part in (*size, VOCABULARY)]
     run = _captured(arguments)
     waiting = _invocations(run)
     found = []
-    for _ in range(rounds):
-        with _training(arguments) as times:
-            units = msgspec.structs.replace(_units(), **host_units.measure(15))
+    with _training(arguments) as steps:
+        for _ in range(rounds):
+            before = steps()
+            units = msgspec.structs.replace(_units(), **host_units.measure(UNIT_ROUNDS))
             profile = _measured(waiting, budget_s)
-        found.append((median(times), *_predicted(run, units, profile)))
-    columns = list(zip(*found, strict=True))
-    return median(columns[0]), median(columns[1]), median(columns[2])
+            found.append((median((*before, *steps())), *_predicted(run, units, profile)))
+    return found
 
 
 @contextmanager
-def _training(arguments: list[str]) -> Iterator[list[float]]:
-    """In the context the script trains; then the list has the processor time of its steps, without the first."""
-    with tempfile.TemporaryFile("w+") as told:
-        command = [sys.executable, str(SCRIPT), *arguments, str(10**9)]
-        process = subprocess.Popen(command, stdout=told)
-        times: list[float] = []
-        try:
-            while os.fstat(told.fileno()).st_size < 20 * FIRST:  # it trains
-                time.sleep(0.2)
-            yield times
-        finally:
-            process.terminate()
-            process.wait()
-        told.seek(0)
-        times += [float(line) for line in told.read().splitlines()[FIRST:-1]]
+def _training(arguments: list[str]) -> Iterator[Callable[[], list[float]]]:
+    """The script, which trains where it is asked for the processor time of a turn's steps, and waits otherwise."""
+    command = [sys.executable, str(SCRIPT), *arguments, str(FIRST + STEPS)]
+    # Freed memory is kept, as in `keep_freed_memory`, of the operators.
+    kept = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2**31 - 1))
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | kept) as script:
+        asked, told = script.stdin, script.stdout
+        assert asked is not None
+        assert told is not None
+
+        def steps() -> list[float]:
+            print(file=asked, flush=True)
+            return [float(told.readline()) for _ in range(FIRST + STEPS)][FIRST:]
+
+        yield steps
+        asked.close()
 
 
 def _units() -> Any:

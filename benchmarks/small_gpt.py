@@ -2,7 +2,8 @@
 
 python benchmarks/small_gpt.py LAYERS WIDTH HEADS BATCH TOKENS VOCABULARY [STEPS]
 
-Prints the processor time of each step in seconds, a line each, with STEPS; without, it trains three.
+With STEPS it trains as many for each line that it is given, and prints the processor time of each in seconds, a
+line each; without, it trains three.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 LAYERS, WIDTH, HEADS, BATCH, TOKENS, VOCABULARY = map(int, sys.argv[1:7])
-STEPS = int(sys.argv[7]) if len(sys.argv) > 7 else 3
 
 
 class Attention(nn.Module):
@@ -77,12 +77,23 @@ torch.set_num_threads(1)
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 given, targets = (torch.randint(0, VOCABULARY, (BATCH, TOKENS)) for _ in range(2))
-for _ in range(STEPS):
-    began = time.process_time()
-    loss = model(given, targets)
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    optimizer.step()
-    took = time.process_time() - began
-    if len(sys.argv) > 7:
-        print(took, flush=True)
+
+
+def train(steps: int) -> list[float]:
+    """The processor time of each step in seconds."""
+    times = []
+    for _ in range(steps):
+        began = time.process_time()
+        loss = model(given, targets)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        times.append(time.process_time() - began)
+    return times
+
+
+if len(sys.argv) > 7:
+    for _ in sys.stdin:
+        print(*train(int(sys.argv[7])), sep="\n", flush=True)
+else:
+    train(3)

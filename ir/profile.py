@@ -14,6 +14,7 @@ from pathlib import Path
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph
 from echograph.ir.types import Attributes, DType, MultiTensor, OpKind
+from echograph.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +203,8 @@ class Operand:
         dtype: element type, as PyTorch names it ("float32").
         shape: extents.
         strides: elements between neighbours along each dimension.
-        resident: whether the step leaves it in the device's cache until this invocation.
+        since: bytes of other tensors that the step has used since it last used this one, to a power of two; None:
+            more than the device's cache holds.
         maker: the invocation that makes it, and which result it is, where no other value will do (the random
             state of an attention, and what was made with it).
     """
@@ -211,7 +213,7 @@ class Operand:
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    resident: bool = False
+    since: int | None = None
     maker: tuple[Invocation, int] | None = None
 
     @property
@@ -226,7 +228,8 @@ class Operand:
         """As it stands in the text of an invocation."""
         sizes = ",".join(map(str, self.shape))
         strides = "" if self.strides == contiguous(self.shape) else f":{','.join(map(str, self.strides))}"
-        return f"{self.dtype}[{sizes}{strides}]#{self.number}{' resident' if self.resident else ''}"
+        since = "" if self.since is None else f" {format_bytes(self.since)} ago"
+        return f"{self.dtype}[{sizes}{strides}]#{self.number}{since}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +269,7 @@ class Invocation:
         keywords: those given by name.
         parts: the operations that it is in the graph: one, or those of a launch that they share.
         products: whether it multiplies matrices, whose power depends on the numbers.
+        since: as of an operand, of the operator's code.
     """
 
     operator: str
@@ -274,13 +278,15 @@ class Invocation:
     keywords: tuple[tuple[str, Argument], ...] = ()
     parts: tuple[Part, ...] = ()
     products: bool = False
+    since: int | None = None
 
     @cached_property
     def text(self) -> str:
         """The invocation as text; invocations with the same text do the same work."""
         given = [_text(a) for a in self.arguments]
         given += [f"{name}={_text(a)}" for name, a in self.keywords]
-        return f"{self.operator}.{self.overload}({', '.join(given)})"
+        since = "" if self.since is None else f" {format_bytes(self.since)} ago"
+        return f"{self.operator}.{self.overload}({', '.join(given)}){since}"
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:

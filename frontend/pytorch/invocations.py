@@ -1,8 +1,8 @@
 """The invocations of a captured step, as plain data (`ir.profile`): what it takes to run them again.
 
 The annotated graph is the record: its nodes hold every argument as it was given. Each tensor is told with its
-strides, and whether the step would find it in a cache of the device's size: the step is followed twice through a
-cache that keeps what was used last, so that parameters stand as the step before left them.
+strides, and how much else the step uses since it was used last, if that fits the device's cache: the step is
+followed twice, so that parameters stand as the step before left them. So is the operator's code.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
+from math import log2
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ from echograph.ir.graph import StepGraph
 from echograph.ir.profile import Argument, Invocation, Named, Operand, Part, Signature, signatures
 from echograph.ir.types import MultiTensor
 
+_Ages = dict[Node | str, int]
+"""Of tensors, and of operators' code by their names: the bytes of other tensors that were used since."""
+_NOT_TOLD_APART = 2**16
+"""Bytes that any cache holds beside an operator's own: below, nothing lies between."""
 _NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 
 
@@ -46,13 +51,13 @@ def invocations_of(
     """
     known = list(signatures(step))
     moved = (step.ops.bytes_read + step.ops.bytes_written).tolist()
-    resident = _resident(graph, cache_bytes)
+    since = _since(graph, cache_bytes)
     found: dict[str, Invocation] = {}
     for node in call_nodes(graph):
         ops = [(signature, moved[op]) for op in made.get(node, ()) if (signature := known[op]) is not None]
         if not ops:
             continue
-        invocation, parts = _call(node, resident), _parts(ops)
+        invocation, parts = _call(node, since), _parts(ops)
         before = found.get(invocation.text)
         invocation = replace(invocation, parts=parts if before is None else _added(before.parts, parts))
         found[invocation.text] = replace(invocation, products=_multiplies(invocation))
@@ -82,14 +87,14 @@ def _added(one: tuple[Part, ...], other: tuple[Part, ...]) -> tuple[Part, ...]:
     return tuple(replace(part, runs=count) for part, count in counts.items())
 
 
-def _call(node: Node, resident: dict[Node, set[Node]], maker: bool = True) -> Invocation:
+def _call(node: Node, since: dict[Node, _Ages], maker: bool = True) -> Invocation:
     numbers: dict[Node, int] = {}
-    makers = _makers(node, resident) if maker else {}
+    makers = _makers(node, since) if maker else {}
 
     def plain(value: Any) -> Argument:
         if isinstance(value, Node):
             number = numbers.setdefault(value, len(numbers))
-            return _operand(value, number, value in resident[node], makers.get(_producer(value)[0]))
+            return _operand(value, number, since[node].get(value), makers.get(_producer(value)[0]))
         if isinstance(value, tuple | list):
             return tuple(plain(item) for item in value)
         if isinstance(value, torch.device):
@@ -102,25 +107,26 @@ def _call(node: Node, resident: dict[Node, set[Node]], maker: bool = True) -> In
         overload=node.target._overloadname,  # type: ignore[union-attr]
         arguments=tuple(plain(value) for value in node.args),
         keywords=tuple((name, plain(value)) for name, value in node.kwargs.items()),
+        since=since[node].get(qualified_name(node)),
     )
 
 
-def _operand(node: Node, number: int, resident: bool, maker: Invocation | None) -> Operand:
+def _operand(node: Node, number: int, since: int | None, maker: Invocation | None) -> Operand:
     value: Tensor = node.meta[VAL]
     return Operand(
         number=number,
         dtype=str(value.dtype).removeprefix("torch."),
         shape=tuple(value.shape),
         strides=tuple(value.stride()),
-        resident=resident,
+        since=since,
         maker=None if maker is None else (maker, _producer(node)[1]),
     )
 
 
-def _makers(node: Node, resident: dict[Node, set[Node]]) -> dict[Node, Invocation]:
+def _makers(node: Node, since: dict[Node, _Ages]) -> dict[Node, Invocation]:
     """Invocations whose results no other values can stand for: those of which one is a random state."""
     makers = dict.fromkeys(_producer(n)[0] for n in node.all_input_nodes if _is_random_state(n))
-    return {maker: _call(maker, resident, maker=False) for maker in makers}
+    return {maker: _call(maker, since, maker=False) for maker in makers}
 
 
 def _is_random_state(node: Node) -> bool:
@@ -138,24 +144,42 @@ def _producer(node: Node) -> tuple[Node, int]:
     return node, 0
 
 
-def _resident(graph: Graph, cache_bytes: int) -> dict[Node, set[Node]]:
-    """For every call node, the inputs that lie in the cache when it runs."""
+def _since(graph: Graph, cache_bytes: int) -> dict[Node, _Ages]:
+    """For every call node, how long ago its inputs and its operator's code were used, of those in the cache."""
     roots = {node: _root(node) for node in graph.nodes}
-    cache: OrderedDict[Node, int] = OrderedDict()
-    held: dict[Node, set[Node]] = {}
-    total = 0
+    used: OrderedDict[Node | str, int] = OrderedDict()
+    found: dict[Node, _Ages] = {}
     for _ in range(2):
         for node in call_nodes(graph):
-            held[node] = {n for n in node.all_input_nodes if roots[n] in cache}
+            code = qualified_name(node)
+            asked: dict[Node | str, Node | str] = {code: code, **{n: roots[n] for n in node.all_input_nodes}}
+            ages = _ages(used, set(asked.values()), cache_bytes)
+            found[node] = {key: ages[known] for key, known in asked.items() if known in ages}
             if is_view(node) or is_allocation(node):
                 continue
-            for used in (*node.all_input_nodes, *_results(node)):
-                before = cache.pop(roots[used], 0)
-                size = cache[roots[used]] = max(before, tensor_bytes(used.meta[VAL]))
-                total += size - before
-            while total > cache_bytes:
-                total -= cache.popitem(last=False)[1]
-    return held
+            for value in (*node.all_input_nodes, *_results(node)):
+                size = max(used.pop(roots[value], 0), tensor_bytes(value.meta[VAL]))
+                used[roots[value]] = size
+            used.pop(code, None)
+            used[code] = 0
+    return found
+
+
+def _ages(used: OrderedDict[Node | str, int], asked: set[Node | str], cache_bytes: int) -> _Ages:
+    """Bytes of what was used since each of those asked for, to a power of two; not of what is not in the cache."""
+    ages: _Ages = {}
+    total = 0
+    for key in reversed(used):
+        if key in asked:
+            # Its own bytes are there if those that came since leave room for them.
+            if total + used[key] <= cache_bytes:
+                ages[key] = 1 << round(log2(total)) if total >= _NOT_TOLD_APART else 0
+            if len(ages) == len(asked):
+                break
+        total += used[key]
+        if total > cache_bytes:
+            break
+    return ages
 
 
 def _results(node: Node) -> Iterator[Node]:

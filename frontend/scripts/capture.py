@@ -303,6 +303,7 @@ class _Rank(GraphLowering):
         super().__init__(builder, run.recorder.graph)
         self._mesh = mesh
         self._rank = run.world.rank
+        self._gpus = run.world.gpus
         self._latest: dict[str, int] = {}
         self._reached: dict[Node, int] = {}
         self._communicated: list[int] = []
@@ -382,7 +383,13 @@ class _Rank(GraphLowering):
             self._communicate(node)
         elif node not in self._left_out:
             super().add(node)
-        if node.target not in _WAITS and COMMUNICATION not in node.meta and node not in self._left_out:
+        # A processor launches nothing: what an operator does there is all in the call of it.
+        if (
+            self._gpus
+            and node.target not in _WAITS
+            and COMMUNICATION not in node.meta
+            and node not in self._left_out
+        ):
             for launch in beside(node, self._deterministic, self._fills):
                 self._launch(node, launch)
         self.regions += [node.meta.get(REGION)] * (self.builder.op_count() - before)

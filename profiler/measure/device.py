@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from re import sub
 from statistics import median
@@ -86,9 +87,16 @@ class MeasuringDevice(ABC):
 
     def flush(self) -> None:
         """Fills the cache with something else."""
-        if not hasattr(self, "_other"):
-            self._other = torch.empty(2 * self.cache_bytes, dtype=torch.uint8, device=self.name)
         self._other.fill_(1)
+
+    def use_other(self, nbytes: int) -> None:
+        """Reads so many bytes of something else, at most twice what the cache holds."""
+        if (words := nbytes // self._other.element_size()) > 0:
+            self._other[:words].amax()
+
+    @cached_property
+    def _other(self) -> torch.Tensor:
+        return torch.zeros(2 * self.cache_bytes // 4, dtype=torch.float32, device=self.name)
 
 
 class Processor(MeasuringDevice):

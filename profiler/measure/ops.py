@@ -1,6 +1,7 @@
 """Measures the invocations of a step one by one, on real tensors of the recorded types, strides and identities.
 
-Each finds in the cache what the step would have left there.
+Each finds in the cache what the step would have left there: what it used before is used again, in that order and
+with as much else in between.
 
 What the host adds to an operation: an eager framework's bookkeeping, beyond running the operator itself. Two
 modules of ordinary layers, so small that their arithmetic takes no time, are trained step by step; one has views
@@ -14,10 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
+from itertools import zip_longest
 from math import inf, prod
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -126,8 +129,7 @@ class RealOperands:
             tensors[operand.number] = result[index] if isinstance(result, tuple | list) else result
         args = tuple(self._argument(a, tensors) for a in invocation.arguments)
         kwargs = {name: self._argument(a, tensors) for name, a in invocation.keywords}
-        resident = [tensors[o.number] for o in invocation.operands if o.resident]
-        return PreparedCall(operator, args, kwargs, list(tensors.values()), resident)
+        return PreparedCall(operator, args, kwargs, [(tensors[o.number], o.since) for o in invocation.operands])
 
     def _argument(self, argument: Argument, tensors: dict[int, Tensor]) -> Any:
         if isinstance(argument, Operand):
@@ -177,12 +179,12 @@ class PreparedCall:
         operator: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        tensors: list[Tensor],
-        resident: list[Tensor],
+        given: list[tuple[Tensor, int | None]],
     ) -> None:
         self.run: Callable[[], Any] = lambda: operator(*args, **kwargs)
-        self.tensors, self.cold = tensors, len(resident) < len(tensors)
-        self._resident = resident
+        self.tensors = [tensor for tensor, _ in given]
+        self.cold = any(since is None for _, since in given)
+        self._given = given
         self._written = [t for argument in _written(operator, args, kwargs) for t in _flat(argument)]
 
     def restore(self) -> None:
@@ -190,11 +192,27 @@ class PreparedCall:
         for tensor in self._written:
             tensor.fill_(0.5 if tensor.dtype.is_floating_point else 0)
 
-    def touch(self) -> None:
-        """Reads what the step leaves in the cache."""
-        for tensor in self._resident:
-            if tensor.numel() and tensor.dtype not in _UNORDERED:
-                tensor.amax()
+    def uses(self) -> list[_Use]:
+        """What the step leaves in the cache of what it is given."""
+        return [
+            _Use(since=since, nbytes=t.untyped_storage().nbytes(), again=partial(torch.amax, t, ()))
+            for t, since in self._given
+            if since is not None and t.numel() and t.dtype not in _UNORDERED
+        ]
+
+
+class _Use(NamedTuple):
+    """What the step used before an invocation.
+
+    Attributes:
+        since: bytes that it used after that.
+        nbytes: of it.
+        again: uses it again.
+    """
+
+    since: int
+    nbytes: int
+    again: Callable[[], Any]
 
 
 def operator_of(invocation: Invocation) -> Any:
@@ -388,7 +406,11 @@ class _Measurer:
             for _ in range(_WARM_UP - 1):
                 prepared.run()
             kernels = self._device.kernels(prepared.run) if self._options.kernels else ()
-            samples = sample(lambda: self._once(prepared), max_samples=self._options.repeats, budget_s=budget_s)
+            uses = [*self._of_code(invocation), *prepared.uses()]
+            uses.sort(key=lambda use: use.since, reverse=True)
+            samples = sample(
+                lambda: self._once(prepared, uses), max_samples=self._options.repeats, budget_s=budget_s
+            )
         return [_measurement(invocation, part, samples, kernels, peak) for part in invocation.parts]
 
     def _check(self, invocation: Invocation) -> None:
@@ -401,11 +423,21 @@ class _Measurer:
         if need > free:
             raise RuntimeError(f"it takes {format_bytes(need)}, and {format_bytes(free)} are free")
 
-    def _once(self, prepared: PreparedCall) -> float:
+    def _of_code(self, invocation: Invocation) -> Iterator[_Use]:
+        """The use of an operator's code, by an equal call of other tensors, if these leave room for others."""
+        nbytes = sum(o.extent * _itemsize(o.dtype) for o in invocation.operands)
+        if invocation.since is not None and nbytes + invocation.since <= self._device.cache_bytes:
+            yield _Use(since=invocation.since, nbytes=nbytes, again=self._operands.make(invocation).run)
+
+    def _once(self, prepared: PreparedCall, uses: Sequence[_Use]) -> float:
         prepared.restore()
         if prepared.cold:
             self._device.flush()
-            prepared.touch()
+        if prepared.cold or (uses and uses[0].since):
+            for use, after in zip_longest(uses, uses[1:]):
+                use.again()
+                self._device.use_other(use.since - (after.since + after.nbytes if after else 0))
+        self._device.host_clock()  # its code is not in the cache, either
         self._device.start()
         result = prepared.run()
         seconds = self._device.stop()

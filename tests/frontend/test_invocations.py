@@ -141,29 +141,45 @@ def test_a_step_that_fits_the_cache_finds_all_in_it_and_one_without_a_cache_noth
     _, warm = captured(SPECS["adamw"])
     _, cold = captured(SPECS["adamw"], 0)
     made_here = {"aten.bernoulli_"}  # its memory is fresh
-    assert all(o.resident for c in warm if c.operator not in made_here for o in c.operands)
-    assert not any(o.resident for c in cold for o in c.operands)
+    assert all(o.since is not None for c in warm if c.operator not in made_here for o in c.operands)
+    assert all(o.since is None for c in cold for o in c.operands)
 
 
-def test_a_cache_of_one_layer_holds_what_was_made_last_but_not_the_weights() -> None:
+def of_six_layers(width: int, cache_bytes: int) -> list[Invocation]:
+    """The products of the forward pass."""
+
     class Deep(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+            self.layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))
 
         def forward(self, x: Any) -> Any:
             return self.layers(x).sum()
 
     with capture_mode():
-        module, inputs = Deep(), (torch.zeros(8, 64),)
+        module, inputs = Deep(), (torch.zeros(8, width),)
     spec = SPECS["adamw"]
     nodes = capture(module, inputs, None, spec)
     step, made = lower_nodes(nodes, workload_of(nodes, spec, "deep"))
-    invocations = invocations_of(nodes, step, made, cache_bytes=2 * 64 * 64 * 4)
-    forward = [c for c in invocations if c.operator == "aten.mm" and c.operands[0].shape == (8, 64)]
-    weights = {o.resident for c in forward for o in c.operands if o.shape == (64, 64)}
-    assert {c.operands[0].resident for c in forward} >= {True}
-    assert False in weights
+    invocations = invocations_of(nodes, step, made, cache_bytes)
+    return [c for c in invocations if c.operator == "aten.mm" and c.operands[0].shape == (8, width)]
+
+
+def test_a_cache_of_one_layer_holds_what_was_made_last_but_not_the_weights() -> None:
+    forward = of_six_layers(64, cache_bytes=2 * 64 * 64 * 4)
+    assert any(c.operands[0].since is not None for c in forward)
+    assert any(o.since is None for c in forward for o in c.operands if o.shape == (64, 64))
+
+
+def test_weights_were_used_before_all_that_a_step_uses_besides() -> None:
+    forward = of_six_layers(512, cache_bytes=2**30)
+    layer = 512 * 512 * 4
+    weights = {o.since for c in forward for o in c.operands if o.shape == (512, 512)}
+    # Since the update lie five other layers' weights, at least, and at most these of all with all that Adam has.
+    assert 4 * layer <= max(since for since in weights if since is not None) <= 32 * layer
+    # The product before one has just made what it is given, by the same code.
+    assert (0, 0) in {(c.since, c.operands[0].since) for c in forward}
+    assert max(c.since for c in forward if c.since is not None) >= 4 * layer  # the last product of the step before
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [("bf16", "flash"), ("fp32", "efficient")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
+from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.launches import Launch, beside
 from echograph.frontend.scripts.recorder import REGION
+from echograph.frontend.scripts.run import Script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
 from echograph.ir.passes.fuse import COMPILED, FUSED, KernelRegion
 
 Run = Callable[[Tensor], Tensor]
@@ -162,3 +167,22 @@ def test_of_what_stands_for_one_kernel_only_what_leaves_it_is_made() -> None:
             node.meta[REGION] = region
         assert launched(first) == []
         assert launched(last) == expected
+
+
+MASKED = """import torch
+weights = torch.nn.Parameter(torch.zeros(8{device}))
+optimizer = torch.optim.SGD([weights], lr=0.1)
+for _ in range(4):
+    weights.masked_fill(torch.ones(8{device}).bool(), 0.0).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_a_processor_launches_nothing_beside(tmp_path: Path, gpus: bool) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(MASKED.format(device=", device='cuda'" if gpus else ""))
+    graph = capture_script(Script(path=path), World(size=1, gpus=gpus), TorchAdapter()).graph
+    names = [graph.strings[name] for name in graph.ops.name]
+    assert "aten.masked_fill" in names
+    assert ("aten.copy_" in names) is gpus

@@ -62,14 +62,17 @@ class Fake(MeasuringDevice):
     def flush(self) -> None:
         self.log.append("flush")
 
+    def use_other(self, nbytes: int) -> None:
+        self.log.append(f"{nbytes} B")
+
 
 def part(operator: str, share: float = 1.0, runs: int = 1, size: int = 4) -> Part:
     kind = TensorType(dtype=DType.FP32, shape=(size,))
     return Part(signature=Signature(operator=operator, inputs=(kind,), outputs=(kind,)), share=share, runs=runs)
 
 
-def unary(name: str, size: int = 4, *, resident: bool = True, runs: int = 1) -> Invocation:
-    operand = Operand(number=0, dtype="float32", shape=(size,), strides=(1,), resident=resident)
+def unary(name: str, size: int = 4, *, since: int | None = 0, runs: int = 1) -> Invocation:
+    operand = Operand(number=0, dtype="float32", shape=(size,), strides=(1,), since=since)
     return Invocation(operator=name, arguments=(operand,), parts=(part(name, runs=runs, size=size),))
 
 
@@ -79,15 +82,29 @@ def test_a_measurement_is_the_time_without_that_of_nothing() -> None:
     assert found.median_picoseconds == found.mean_picoseconds == 2 * 10**12
     assert (found.samples, found.runs, found.spread, found.peak_bytes) == (5, 7, 0.0, 16)
     assert found.signature == part("aten.neg").signature
-    assert found.arguments == "aten.neg.default(float32[4]#0 resident)"
+    assert found.arguments == "aten.neg.default(float32[4]#0 0 B ago)"
 
 
 def test_the_cache_is_emptied_only_where_the_step_leaves_it_empty() -> None:
     warm, cold = Fake(), Fake()
     measure([unary("aten.neg")], warm, Profile(environment=HERE), SHORT)
-    measure([unary("aten.neg", resident=False)], cold, Profile(environment=HERE), SHORT)
+    measure([unary("aten.neg", since=None)], cold, Profile(environment=HERE), SHORT)
     assert warm.log == ["start", "stop"] * 5
     assert cold.log == ["flush", "start", "stop"] * 5
+
+
+def test_what_was_used_before_is_used_again_in_that_order_with_as_much_between() -> None:
+    device = Fake()
+    device.cache_bytes = 1024
+    since: tuple[int | None, ...] = (32, None, 256)
+    given = tuple(
+        Operand(number=i, dtype="float32", shape=(4,), strides=(1,), since=s) for i, s in enumerate(since)
+    )
+    parts = (part("aten.addcmul"),)
+    invocation = Invocation(operator="aten.addcmul", arguments=given, parts=parts, since=64)
+    measure([invocation], device, Profile(environment=HERE), SHORT)
+    # The third operand; the code, by another call, of 3 x 16 bytes; the first, of 16.
+    assert device.log == ["flush", f"{256 - 64 - 48} B", f"{64 - 32 - 16} B", "32 B", "start", "stop"] * 5
 
 
 def test_a_shared_launch_is_measured_once_and_divided() -> None:
