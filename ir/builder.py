@@ -13,7 +13,8 @@ Tensors and operations go to the block that was begun last; the main block is op
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain, islice
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -28,6 +29,7 @@ from echograph.ir.columns import (
     OP_COLUMNS,
     TENSOR_COLUMNS,
     Column,
+    Float64,
     Holds,
     Int64,
     OpTable,
@@ -101,7 +103,7 @@ class _RaggedColumn:
 
     def extend(self, lengths: Int64, values: npt.ArrayLike) -> None:
         """Appends rows of these lengths, given one after the other."""
-        self.offsets.extend(len(self.values.items) + np.cumsum(lengths))
+        self.offsets.extend(len(self.values.items) + lengths.cumsum())
         self.values.extend(values)
 
     def freeze(self) -> Any:
@@ -637,9 +639,8 @@ def copy_tensors(
         tensors: int64, for each of its tensors the new row, where one of these is an alias of it.
         roles: by new row, those of tensors that have others now.
     """
-    strings = _strings(builder, graph, graph.tensors, TENSOR_COLUMNS, rows)
+    strings = _strings(builder, graph, graph.tensors, rows)
     stored = {
-        Holds.NUMBER: lambda values: values,
         Holds.STRING: lambda values: strings[values],
         Holds.TENSOR: lambda values: np.where(values >= 0, tensors[values], values),
     }
@@ -655,6 +656,7 @@ def copy_ops(
     tensors: Int64,
     ops: Int64,
     attributes: Mapping[int, t.Attributes] = MappingProxyType({}),
+    shares: Float64 | None = None,
 ) -> None:
     """Copies operations into the open block.
 
@@ -665,40 +667,74 @@ def copy_ops(
         tensors: int64, for each of its tensors that these read or make the new row.
         ops: int64, for each of its operations that these name the new row.
         attributes: by row, those of operations that have others now.
+        shares: how much of its work each has left; durations of what has not all no longer hold. None: all have.
     """
-    strings = _strings(builder, graph, graph.ops, OP_COLUMNS, rows)
+    table, at, given = graph.ops, _index(rows), dict[str, Int64]()
+    if shares is not None and (less := shares != 1.0).any():
+        table = _without_durations(table, np.arange(len(table))[at][less])
+        for name in ("flops", "bytes_read", "bytes_written", "nbytes"):
+            size = getattr(table, name)[at]
+            given[name] = np.where(less, np.ceil(size * shares).astype(np.int64), size)
+    strings = _strings(builder, graph, table, rows)
     stored = {
-        Holds.NUMBER: lambda values: values,
         Holds.STRING: lambda values: strings[values],
         Holds.TENSOR: lambda values: np.where(values >= 0, tensors[values], values),
         Holds.OP: lambda values: np.where(values >= 0, ops[values], values),
         Holds.ATTRIBUTES: lambda _: _attributes(builder, graph, rows, attributes),
     }
-    builder.fill_ops()
-    _copy(graph.ops, OP_COLUMNS, rows, builder._o | builder._d, builder._o_ragged, stored)
+    kernels = bool((table.kind[at] == t.OpKind.COMPUTE).all())
+    columns = _KERNEL_COLUMNS if kernels else OP_COLUMNS
+    _copy(table, columns, rows, builder._o | builder._d, builder._o_ragged, stored, given)
+
+
+def _without_durations(ops: OpTable, rows: Int64) -> OpTable:
+    """The table, but for what is known of how long some operations take."""
+    if not len(ops.duration.values):
+        return ops
+    of = ops.duration.rows
+    stays = ~np.isin(of, rows)
+    ends = np.append(0, np.cumsum(np.bincount(of[stays], minlength=len(ops))))
+    about = {name: getattr(ops, name)[stays] for name, column in OP_COLUMNS.items() if column.of}
+    return replace(ops, duration=Ragged(ends, ops.duration.values[stays]), **about)
+
+
+_KERNEL_COLUMNS = {
+    name: column
+    for name, column in OP_COLUMNS.items()
+    if name not in ("variant", "dtype", "payload", "asynchronous", "group", "peer", "tag", "nbytes")
+}
+"""Columns of which kernels have more than the default: the others say what is communicated or copied."""
 
 
 def _copy(
-    table: object,
+    table: Sequence[object],
     columns: Mapping[str, Column],
     rows: Rows,
     plain: Mapping[str, _Column],
     ragged: Mapping[str, _RaggedColumn],
     stored: Mapping[Holds, Callable[[Any], Any]],
+    given: Mapping[str, Int64] = MappingProxyType({}),
 ) -> None:
-    """Appends rows of a table, column by column, with what each is stored as."""
+    """Appends rows of a table, column by column, with what each is stored as; numbers as they are, or as given."""
+    first, at = len(plain["name"].items), _index(rows)
     for name, column in columns.items():
-        old = getattr(table, name)
+        old, as_stored = getattr(table, name), stored.get(column.holds)
         if column.ragged:
             lengths, where = _places(old, rows)
-            values = np.asarray(old.values[where], np.int64)
-            ragged[name].extend(lengths, stored[column.holds](values) if len(values) else values)
+            values = old.values[where]
         elif column.of:
+            if not len(old):
+                continue
             values = old[_places(getattr(table, column.of), rows)[1]]
-            if len(values):
-                plain[name].extend(stored[column.holds](values))
         else:
-            plain[name].extend(stored[column.holds](old[_index(rows)]))
+            values = given[name] if name in given else old[at]
+            plain[name].fill(first)
+        if as_stored is not None and len(values):
+            values = as_stored(values)
+        if column.ragged:
+            ragged[name].extend(lengths, values)
+        else:
+            plain[name].extend(values)
 
 
 def _index(rows: Rows) -> Int64 | slice:
@@ -709,44 +745,21 @@ def _places(ragged: Ragged, rows: Rows) -> tuple[Int64, Int64 | slice]:
     """How many values some rows have, and where they stand."""
     if isinstance(rows, range):
         ends = ragged.offsets[rows.start : rows.stop + 1]
-        return np.diff(ends), slice(int(ends[0]), int(ends[-1]))
+        return ends[1:] - ends[:-1], slice(ends.item(0), ends.item(-1))
     return ragged.places(rows)
 
 
-def _strings(
-    builder: GraphBuilder, graph: Graph, table: object, columns: Mapping[str, Column], rows: Rows
-) -> Int64:
+def _strings(builder: GraphBuilder, graph: Graph, table: TensorTable | OpTable, rows: Rows) -> Int64:
     """For every string of the graph, its index in the builder; those of rows are added in the order of use."""
     known, found = builder._copied.get(id(graph), (None, None))
     if known is not graph or found is None:
         found = np.full(len(graph.strings), NONE, np.int64)
         builder._copied[id(graph)] = graph, found
-    values = [values for values, _ in _texts(table, columns, rows)]
-    if any((found[each] == NONE).any() for each in values):
-        for index in _first_uses(_in_turn(*((row, value) for value, row in _texts(table, columns, rows)))):
-            found[index] = builder.string(graph.strings[index])
+    values = table.texts.values[_places(table.texts, rows)[1]]
+    new = values[found[values] == NONE]
+    for index in _first_uses(new) if len(new) else ():
+        found[index] = builder.string(graph.strings[index])
     return found
-
-
-def _texts(table: object, columns: Mapping[str, Column], rows: Rows) -> Iterator[tuple[Any, Int64]]:
-    """(strings; rows, counted from the first) of every column that holds strings."""
-    every = np.arange(len(rows))
-    for name, column in columns.items():
-        if column.holds == Holds.STRING:
-            values = getattr(table, name)
-            ragged: Ragged | None = values if column.ragged else getattr(table, column.of) if column.of else None
-            if ragged is None:
-                yield values[_index(rows)], every
-                continue
-            lengths, where = _places(ragged, rows)
-            yield (values.values if column.ragged else values)[where], np.repeat(every, lengths)
-
-
-def _in_turn(*columns: tuple[Any, Any]) -> Int64:
-    """Values in the order of their rows; of one row, in the order of the columns."""
-    rows = np.concatenate([row for row, _ in columns])
-    values: Int64 = np.concatenate([np.asarray(value, np.int64) for _, value in columns])
-    return values[np.argsort(rows, kind="stable")]
 
 
 def _first_uses(values: Int64) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum, auto
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_origin, get_type_hints, overload
 
 import numpy as np
@@ -117,6 +117,7 @@ class Column:
     text: str = ""
 
 
+@cache
 def _columns(table: type) -> dict[str, Column]:
     """The columns of a table by name, in its order."""
     hints = get_type_hints(table, include_extras=True)
@@ -232,6 +233,21 @@ def _freeze(table: DataclassInstance) -> None:
                 array.setflags(write=False)
 
 
+def _texts(table: DataclassInstance) -> Ragged:
+    """The strings that each row of a table names, column after column."""
+    named = []
+    for name, column in _columns(type(table)).items():
+        if column.holds == Holds.STRING:
+            values = getattr(table, name)
+            ragged = values if column.ragged else getattr(table, column.of) if column.of else None
+            of = np.arange(len(values)) if ragged is None else ragged.rows
+            named.append((of, values.values if column.ragged else values))
+    rows = np.concatenate([of for of, _ in named])
+    values = np.concatenate([np.asarray(values, np.int64) for _, values in named])
+    counts = np.bincount(rows, minlength=len(table))  # type: ignore[arg-type]
+    return Ragged(np.append(0, np.cumsum(counts)), values[ascending(rows)])
+
+
 @dataclass(frozen=True, eq=False)
 class TensorTable(Sequence[t.Tensor]):
     """All tensors of a graph, block after block."""
@@ -275,6 +291,11 @@ class TensorTable(Sequence[t.Tensor]):
         return (self[i] for i in range(len(self)))
 
     @cached_property
+    def texts(self) -> Ragged:
+        """The strings that each tensor names, in the order in which they are numbered."""
+        return _texts(self)
+
+    @cached_property
     def roles(self) -> list[int]:
         """The role of every tensor, for those who read them one by one: a number of numpy's is slow to compare."""
         return self.role.tolist()  # type: ignore[no-any-return]
@@ -289,14 +310,14 @@ class TensorTable(Sequence[t.Tensor]):
         # Whole bytes first: bits of the largest tensors would not fit the integer.
         return np.where(bits < 8, -(-self.numel * bits // 8), self.numel * (bits // 8))
 
-    @property
+    @cached_property
     def numel(self) -> Int64:
         """Elements of each tensor."""
-        if len(self) == 0:
-            return np.zeros(0, np.int64)
         padded = np.append(np.asarray(self.shape.values, np.int64), 1)
         numel = np.multiply.reduceat(padded, np.minimum(self.shape.offsets[:-1], len(padded) - 1))
-        return np.where(self.shape.lengths == 0, 1, numel)
+        numel[self.shape.lengths == 0] = 1
+        numel.flags.writeable = False
+        return numel
 
 
 @dataclass(frozen=True, eq=False)
@@ -364,6 +385,11 @@ class OpTable(Sequence[t.Op]):
             runs: int64 [operations]. Reads and writes are each within 64 bits, and their sum need not be.
         """
         return int(np.dot(runs, self.bytes_read)) + int(np.dot(runs, self.bytes_written))
+
+    @cached_property
+    def texts(self) -> Ragged:
+        """The strings that each operation names, in the order in which they are numbered."""
+        return _texts(self)
 
     @cached_property
     def phases(self) -> list[int]:

@@ -48,7 +48,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import groupby
 from math import ceil, inf, lcm, prod
 from typing import ClassVar, Protocol
@@ -59,7 +59,7 @@ from echograph.errors import PlanError
 from echograph.ir import graph as g
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
-from echograph.ir.columns import NONE, Bools, Int64, distinct
+from echograph.ir.columns import NONE, Bools, Float64, Int64, distinct
 from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph, kept
 from echograph.ir.passes.model import (
     DATA,
@@ -106,6 +106,7 @@ class Division:
         copies: data axes whose ranks keep copies (HSDP's replicas).
         flat: elements are cut evenly, whatever the shape, as in a contiguous buffer; else one dimension is.
         none: nothing is divided.
+        lasting: of each tensor, whether it lives through the step.
     """
 
     graph: Graph
@@ -117,6 +118,14 @@ class Division:
     _axes: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)
     _origin: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _cut: dict[int, bool] = field(default_factory=dict, init=False, repr=False)
+    _sizes: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+    lasting: Bools = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._sizes.update((axis.name, axis.size) for axis in self.mesh)
+        lasting = np.isin(self.graph.tensors.role, PERSISTENT)
+        lasting[list(self.gradients)] = True
+        object.__setattr__(self, "lasting", lasting)
 
     def axes(self, tensor: t.Tensor) -> tuple[str, ...]:
         """The axes over which a tensor becomes divided; a scalar is not."""
@@ -134,8 +143,7 @@ class Division:
 
     def ranks(self, axes: Iterable[str]) -> int:
         """Positions along some axes together."""
-        sizes = {axis.name: axis.size for axis in self.mesh}
-        return prod(sizes[name] for name in axes)
+        return prod([self._sizes[name] for name in axes])
 
     def shape(self, tensor: t.Tensor) -> tuple[int, ...]:
         """The shape of the largest shard."""
@@ -231,6 +239,19 @@ class Written:
         raise PlanError(f"tensor {old} is read by another block, but this one does not hold it")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NewRows:
+    """What operations became: by old row, where their new rows begin and end; -1 of those not written yet."""
+
+    starts: Int64
+    stops: Int64
+
+    @classmethod
+    def of(cls, count: int) -> NewRows:
+        """Those of so many operations, of which none is written."""
+        return cls(*np.full((2, count), NONE))
+
+
 def unchanged(graph: Graph, block: Block) -> Written:
     """A block that stands in the new graph where and as it stood in the old one."""
     return Written(
@@ -249,7 +270,7 @@ class ShardedBlock:
         builder: with the block open.
         number: of the block.
         division: how tensors are divided.
-        ops: gets the new rows of each operation: its own, and where the next one's begin.
+        ops: gets the new rows of each operation: its own, and what was added behind it.
         views: roles of which the shard is a part of the whole tensor's memory.
         transient: roles of which the whole tensor lives in one micro-batch only.
         scalars: operations whose last output is a scalar of all gradients together (`model.total_norms`).
@@ -261,14 +282,14 @@ class ShardedBlock:
         builder: GraphBuilder,
         number: int,
         division: Division,
-        ops: dict[int, range],
+        ops: NewRows,
         *,
         views: tuple[t.TensorRole, ...] = (),
         transient: tuple[t.TensorRole, ...] = (),
         scalars: Collection[int] = (),
     ) -> None:
         self.graph, self.builder, self.number, self.division, self.ops = graph, builder, number, division, ops
-        self.views, self.transient, self.scalars = views, transient, scalars
+        self.views, self.transient, self.scalars = views, transient, frozenset(scalars)
         self.block, self.written = graph.blocks[number], Written()
 
     def write(self) -> Written:
@@ -287,13 +308,20 @@ class ShardedBlock:
                     self.use(row, phase)
                 if row in self.division.gradients:
                     self.use(row, SHARDED)
-        for rows, alike in _stretches(self.block.ops, {*late, *self.scalars}):
-            if alike:
-                self._copy_ops(rows)
-                continue
-            for row in rows:
-                self.op(row, self.phase(row))
+        for phase, its in groupby(self.block.ops, self.phase):
+            of_phase = list(its)
+            self.write_ops(range(of_phase[0], of_phase[-1] + 1), phase)
         return self.finish(first_tensor, first_op)
+
+    def write_ops(self, rows: range, phase: t.Phase) -> None:
+        """Writes operations on the tensors that a phase uses, and behind scalars of all gradients their sums."""
+        begin = rows.start
+        for row in sorted(self.scalars.intersection(rows)):
+            self._copy_in_phase(range(begin, row + 1), phase)
+            self._complete(row)
+            begin = row + 1
+        if begin < rows.stop:
+            self._copy_in_phase(range(begin, rows.stop), phase)
 
     def _apart(self, late: list[int]) -> set[int]:
         """Tensors that are more, or other, than a copy of the old one: the optimizer's, and what may be lost."""
@@ -304,47 +332,32 @@ class ShardedBlock:
         special = np.isin(roles, (t.TensorRole.OPTIMIZER_STATE, *self.transient))
         return found | {self.block.tensors.start + row for row in np.flatnonzero(special).tolist()}
 
-    def _new_rows(self) -> np.ndarray:
-        """For every tensor of the graph its new row as a whole one; -1 where it has none."""
-        new = np.full(len(self.graph.tensors), NONE)
-        for (row, phase), made in self.written.tensors.items():
-            if phase == WHOLE:
-                new[row] = made
-        return new
-
     def _copy_tensors(self, rows: range) -> None:
         """Writes tensors that stay as they are."""
-        aliases = distinct(self.graph.tensors.alias_of[rows.start : rows.stop]).tolist()
-        for row in aliases:
+        aliases, new = self.graph.tensors.alias_of[rows.start : rows.stop], np.full(len(self.graph.tensors), NONE)
+        for row in distinct(aliases).tolist():
             if row != NONE and row not in rows:
-                self.use(row, WHOLE)
-        first, new = self.builder.tensor_count(), self._new_rows()
+                new[row] = self.use(row, WHOLE)
+        first = self.builder.tensor_count()
         new[rows.start : rows.stop] = first + np.arange(len(rows))
         copy_tensors(self.builder, self.graph, rows, new)
         self.written.tensors |= {(row, WHOLE): made for made, row in enumerate(rows, first)}
         ports = self.graph.tensors.port[rows.start : rows.stop]
         self.written.ports += ((first + at, (rows[at], WHOLE)) for at in np.flatnonzero(ports).tolist())
 
-    def _copy_ops(self, rows: range) -> None:
-        """Writes operations that stay as they are, on whole tensors."""
-        self._copy_onto(rows, self._new_rows())
-
-    def _copy_onto(self, rows: range, tensors: Int64) -> None:
-        """Writes operations that stay as they are, on new rows of the tensors that they touch."""
-        first, ops = self.builder.op_count(), np.full(len(self.graph.ops), NONE)
-        for row in range(self.block.ops.start, rows.start):
-            ops[row] = self.ops[row].start
-        ops[rows.start : rows.stop] = first + np.arange(len(rows))
-        copy_ops(self.builder, self.graph, rows, tensors, ops)
-        self.ops |= {row: range(made, made + 1) for made, row in enumerate(rows, first)}
-
-    def copy_in_phase(self, rows: range, phase: t.Phase) -> None:
-        """Writes operations that stay as they are, on the tensors that a phase uses, made as they are used."""
+    def _copy_in_phase(self, rows: range, phase: t.Phase) -> None:
+        """Copies operations onto the tensors that a phase uses, made as they are used; shards have less to do."""
         tensors, touched = np.full(len(self.graph.tensors), NONE), self.graph.ops.touched(rows)
-        self._use_whole(touched, phase)
-        for index in touched:
-            tensors[index] = self.written.tensors[index, self.variant(index, phase)]
-        self._copy_onto(rows, tensors)
+        shares = None
+        if phase == SHARDED:
+            tensors[touched] = [self.use(index, phase) for index in touched]
+            shares = self._shares(rows, touched)
+        else:
+            self._use_whole(touched, phase)
+            tensors[touched] = [self.written.tensors[index, self.variant(index, phase)] for index in touched]
+        made = self.builder.op_count() + np.arange(len(rows))
+        self.ops.starts[rows.start : rows.stop], self.ops.stops[rows.start : rows.stop] = made, made + 1
+        copy_ops(self.builder, self.graph, rows, tensors, self.ops.starts, shares=shares)
 
     def _use_whole(self, touched: Iterable[int], phase: t.Phase) -> None:
         """Makes what tensors are in a phase that does not work on shards, as `use` does, but all at one go."""
@@ -367,8 +380,8 @@ class ShardedBlock:
         aliases = distinct(alias_of[rows])
         for row in aliases[aliases != NONE].tolist():
             new[row] = known[row, self.variant(row, phase)]
-        lasting = np.isin(self.graph.tensors.role[rows], PERSISTENT) | np.isin(rows, list(self.division.gradients))
-        roles = {at: self.whole_role(self.graph.tensor(made[at])) for at in np.flatnonzero(lasting).tolist()}
+        lasting = np.flatnonzero(self.division.lasting[rows]).tolist()
+        roles = {at: self.whole_role(self.graph.tensor(made[at])) for at in lasting}
         copy_tensors(self.builder, self.graph, rows, new, {first + at: role for at, role in roles.items()})
 
     def finish(self, first_tensor: int, first_op: int) -> Written:
@@ -469,28 +482,9 @@ class ShardedBlock:
 
     # -- operations ----------------------------------------------------------------------------------------
 
-    def op(self, row: int, phase: t.Phase) -> None:
-        """Writes an operation; the optimizer's with the share of the work that a rank has left."""
-        op = self.graph.ops[row]
-        changes: dict[str, object] = {
-            "inputs": [self.use(i, phase) for i in op.inputs],
-            "outputs": [self.use(i, phase) for i in op.outputs],
-            "deps": [self.ops[i].start for i in op.deps],
-        }
-        if isinstance(op, t.Compute) and op.forward_op is not None and op.forward_op >= 0:
-            changes["forward_op"] = self.ops[op.forward_op].start
-        share = self._share(op) if phase == SHARDED else 1.0
-        if share != 1.0:
-            names = ("flops", "bytes_read", "bytes_written", "bytes_per_rank", "nbytes")
-            changes |= {n: ceil(getattr(op, n) * share) for n in names if hasattr(op, n)}
-            changes["durations"] = ()
-        made = self.builder.add(op, **changes)
-        if row in self.scalars:
-            self._complete(op, made)
-        self.ops[row] = range(made, self.builder.op_count())
-
-    def _complete(self, op: t.Op, made: int) -> None:
+    def _complete(self, row: int) -> None:
         """All-reduces a scalar of all gradients: each rank has that of its shards."""
+        op = self.graph.ops[row]
         builder, index = self.builder, op.outputs[-1]
         axes = self.division.all_axes
         group, stream = axes_group(builder, axes)
@@ -498,19 +492,26 @@ class ShardedBlock:
         reduce = builder.collective(
             f"{'+'.join(axes)}.all_reduce_scalar", t.CollectiveKind.ALL_REDUCE, group=group,
             bytes_per_rank=tensor.nbytes, dtype=tensor.dtype, payload=t.Payload.OTHER, asynchronous=True,
-            phase=op.phase, stream=stream, inputs=(self.use(index, SHARDED),), deps=(made,),
+            phase=op.phase, stream=stream, inputs=(self.use(index, SHARDED),),
+            deps=(int(self.ops.starts[row]),),
         )  # fmt: skip
         self.written.amounts.append(Amount(reduce, "nbytes", (index,)))
         builder.compute(f"{'+'.join(axes)}.wait", phase=op.phase, deps=(reduce,))
 
-    def _share(self, op: t.Op) -> float:
-        """How much of an optimizer operation's work a rank has left: its tensors' elements, new over old."""
-        old = new = 0
-        for row in (*op.inputs, *op.outputs):
-            tensor = self.graph.tensor(row)
-            old += tensor.numel
-            new += prod(self.division.shape(tensor)) if self.division.cut(row) else tensor.numel
-        return new / old if old else 1.0
+    def _shares(self, rows: range, touched: Sequence[int]) -> Float64:
+        """How much of its work each operation has left: elements of its tensors, new over old."""
+        numel = self.graph.tensors.numel
+        left = numel.copy()
+        for index in touched:
+            if self.division.cut(index):
+                left[index] = prod(self.division.shape(self.graph.tensor(index)))
+        old, new = np.zeros((2, len(rows)), np.int64)
+        for side in (self.graph.ops.inputs, self.graph.ops.outputs):
+            ends = side.offsets[rows.start : rows.stop + 1]
+            values, at = side.values[ends[0] : ends[-1]], ends - ends[0]
+            for total, each in ((old, numel), (new, left)):
+                total += np.diff(np.append(0, np.cumsum(each[values]))[at])
+        return np.divide(new, old, out=np.ones(len(rows)), where=old > 0)
 
 
 def _stretches(rows: range, apart: Container[int]) -> Iterator[tuple[range, bool]]:
@@ -523,7 +524,7 @@ def _stretches(rows: range, apart: Container[int]) -> Iterator[tuple[range, bool
 class ShardedGraph:
     """The blocks of a graph, written with `ShardedBlock`, and what their rows and ids became."""
 
-    def __init__(self, graph: Graph, builder: GraphBuilder, blocks: list[Written], ops: dict[int, range]) -> None:
+    def __init__(self, graph: Graph, builder: GraphBuilder, blocks: list[Written], ops: NewRows) -> None:
         self.graph, self.builder, self.blocks, self.ops = graph, builder, blocks, ops
         self._ids: dict[tuple[int, t.Phase], tuple[int, int]] = {}
         self._own = []
@@ -556,22 +557,13 @@ class ShardedGraph:
     def call(self, call: Call) -> Call:
         """A call of old rows, of new ones."""
         block, begin, end, instance, micro_batch = call
-        return block, self.ops[begin].start, self.ops[end - 1].stop, instance, micro_batch
+        return block, self.ops.starts.item(begin), self.ops.stops.item(end - 1), instance, micro_batch
 
     def calls(self, calls: Int64) -> Int64:
         """Calls of old rows, of new ones."""
-        starts, stops = self._bounds
         made = calls.copy()
-        made[:, 1], made[:, 2] = starts[calls[:, 1]], stops[calls[:, 2] - 1]
+        made[:, 1], made[:, 2] = self.ops.starts[calls[:, 1]], self.ops.stops[calls[:, 2] - 1]
         return made
-
-    @cached_property
-    def _bounds(self) -> tuple[Int64, Int64]:
-        """Where what each old operation became begins and ends."""
-        starts, stops = np.full((2, len(self.graph.ops)), NONE)
-        for old, rows in self.ops.items():
-            starts[old], stops[old] = rows.start, rows.stop
-        return starts, stops
 
     def origins(self, job: JobGraph) -> tuple[Int64, Int64]:
         """For each tensor and operation of the job that was made of it, the graph's that it was; -1 if added."""
@@ -579,8 +571,8 @@ class ShardedGraph:
         for made in self.blocks:
             for (old, _), row in made.tensors.items():
                 tensors[row] = old
-        for old, rows in self.ops.items():
-            ops[rows.start] = old
+        written = np.flatnonzero(self.ops.starts != NONE)
+        ops[self.ops.starts[written]] = written
         return tensors, ops
 
     @property
@@ -630,7 +622,7 @@ class ShardedGraph:
     def _op_id(self, identity: int) -> int:
         block, instance, row = self.graph.locate_op(identity)
         rows = self.blocks[block].op_rows
-        return self._op_firsts[block] + instance * len(rows) + self.ops[row].start - rows.start
+        return self._op_firsts[block] + instance * len(rows) + self.ops.starts.item(row) - rows.start
 
 
 MIB = 2**20
@@ -1492,14 +1484,15 @@ class DataParallel:
         """Writes the graph's own blocks, with the optimizer on shards, or as they are."""
         if division.none:
             copy_tables(builder, graph)
-            rows = {row: range(row, row + 1) for row in range(len(graph.ops))}
-            return ShardedGraph(graph, builder, [unchanged(graph, block) for block in graph.blocks], rows)
+            rows = np.arange(len(graph.ops))
+            written = [unchanged(graph, block) for block in graph.blocks]
+            return ShardedGraph(graph, builder, written, NewRows(rows, rows + 1))
         views = {0: (), 1: (t.TensorRole.PARAMETER, t.TensorRole.GRADIENT), 2: (t.TensorRole.PARAMETER,)}[
             self.zero
         ]
         transient = (t.TensorRole.GRADIENT,) if self.zero == 2 else ()
         scalars = set() if division.none else {*total_norms(graph), *overflow_flags(graph)}
-        ops: dict[int, range] = {}
+        ops = NewRows.of(len(graph.ops))
         blocks = []
         for number, block in enumerate(graph.blocks):
             if number:

@@ -45,6 +45,7 @@ from echograph.ir.passes.data_parallel import (
     WHOLE,
     Address,
     Division,
+    NewRows,
     ReplicasAlike,
     ShardedBlock,
     ShardedGraph,
@@ -485,7 +486,7 @@ class UnitBlock(ShardedBlock):
         builder: GraphBuilder,
         number: int,
         division: Division,
-        ops: dict[int, range],
+        ops: NewRows,
         *,
         units: Units,
         how: How,
@@ -505,11 +506,7 @@ class UnitBlock(ShardedBlock):
         first_tensor, first_op = self.builder.tensor_count(), self.builder.op_count()
         for rows, phase in self._stretches():
             self._act_before(rows.start)
-            if phase != SHARDED and not any(row in self.scalars for row in rows):
-                self.copy_in_phase(rows, phase)
-                continue
-            for row in rows:
-                self.op(row, phase)
+            self.write_ops(rows, phase)
         self._act_before(None)
         for index in self.block.tensors:
             if not any((index, phase) in self.written.tensors for phase in t.Phase):
@@ -937,7 +934,7 @@ class _Writer:
 
     def job(self) -> ShardedGraph:
         """Writes everything."""
-        blocks, ops = [], dict[int, range]()
+        blocks, ops = [], NewRows.of(len(self.graph.ops))
         scalars = {*total_norms(self.graph), *overflow_flags(self.graph)} if self.division.all_axes else set[int]()
         before = self._before()
         for number, block in enumerate(self.graph.blocks):

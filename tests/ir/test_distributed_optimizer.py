@@ -16,7 +16,7 @@ from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
-from echograph.ir.types import CollectiveKind, Op, Payload, Phase, TensorRole
+from echograph.ir.types import CollectiveKind, Compute, Duration, Op, Payload, Phase, Source, TensorRole
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.simulate import simulate
@@ -419,3 +419,19 @@ def test_instances_divide_the_optimizer_among_fewer_ranks() -> None:
 def test_instances_that_cannot_be(options: dict[str, int], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         DataParallel(replicas=8, **options)(layered_step(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spread", [DataParallel(replicas=4, zero=1), FullyShard(replicas=4)])
+def test_measured_times_hold_of_what_ranks_do_whole_alone(spread: DataParallel | FullyShard) -> None:
+    """A rank updates a part of the parameters, which takes less than was measured of all."""
+    step, builder = layered_step(LAYERS), GraphBuilder(name="measured")
+    for tensor in step.tensors:
+        builder.add_tensor(tensor)
+    for op in step.ops:
+        measured = Duration(
+            device="h100-sxm", picoseconds=7_000_000, source=Source.MEASURED, samples=3, spread=0.1
+        )
+        builder.add(op, durations=(measured,) if isinstance(op, Compute) else ())
+    job = spread(builder.build(StepGraph))
+    whole = {op.phase for op, _ in run(job) if op.durations}
+    assert whole >= {Phase.FORWARD, Phase.BACKWARD} and Phase.OPTIMIZER not in whole
