@@ -505,14 +505,13 @@ def _load_shipped(name: str) -> DeviceProfile:
 
 
 MEMORY_KINDS = (
-    *("elementwise", "broadcast", "copy", "norm", "norm_backward", "softmax", "loss", "reduction", "gather"),
+    *("elementwise", "copy", "norm", "norm_backward", "softmax", "loss", "reduction", "gather"),
     *("optimizer", "conv1d"),
 )
 """conv1d is a causal convolution of each channel alone; loss is a fused cross-entropy, its gradient included;
-broadcast is elementwise with an operand that is repeated along rows or columns, in a kernel made for any shape;
 norm and softmax work on rows; gather is an embedding or its gradient; optimizer updates many tensors."""
 
-LIKE = {"broadcast": "elementwise", "norm_backward": "norm", "loss": "elementwise", "conv1d": "elementwise"}
+LIKE = {"norm_backward": "norm", "loss": "elementwise", "conv1d": "elementwise"}
 """What stands for a kind that a device has no model of."""
 
 DEFAULT_ROW_BYTES = 8192.0

@@ -60,6 +60,8 @@ from echograph.profiler.costs.gemm import (
     grouped_gemm,
 )
 from echograph.profiler.costs.power import PACED_AT, PACED_OF_PRODUCTS, sustained_clock
+from echograph.profiler.costs.unrolled import SPREAD as UNROLLED_SPREAD
+from echograph.profiler.costs.unrolled import unrolled_seconds
 from echograph.units import PS_PER_S, to_ps
 
 DTYPE_NAMES = {
@@ -123,6 +125,7 @@ _TWO_KERNELS = ("aten.native_batch_norm", "aten._native_batch_norm_legit")
 their gradients, another the result, and each reads its operands whole (an H200's kernels of a ResNet-50 show all
 four)."""
 _EAGER = "aten."
+_FLOATS = (DType.FP32, DType.BF16, DType.FP16)
 _DRAWS = re.compile(rf"compiled\.{DRAWS}_")
 
 _InOut = tuple[list[Tensor], list[Tensor]]
@@ -666,11 +669,7 @@ def _memory_kind(op: Compute, operands: _InOut) -> str:
         kind = "reduction"
     else:
         kind = next((name for name, pattern in _KINDS if pattern.search(op.name)), kind)
-    if kind == "norm" and "backward" in op.name:
-        return "norm_backward"
-    if kind == "elementwise" and op.name.startswith(_EAGER) and _broadcasts(operands):
-        return "broadcast"
-    return kind
+    return "norm_backward" if kind == "norm" and "backward" in op.name else kind
 
 
 def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
@@ -693,7 +692,11 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         first = memory_bound(device, kind, bytes_read=op.bytes_read, bytes_written=0, row_bytes=DEFAULT_ROW_BYTES)
         return CostEstimate(float(first.seconds) + float(cost.seconds), cost.spread, cost.source)
     if _DRAWS.match(op.name):
-        return _drawing(cost, max(t.numel for t in operands[1]), device)
+        drawn = drawn_seconds(device.datasheet, max(t.numel for t in operands[1]))
+        return _at_least(cost, drawn, DRAWN_SPREAD)
+    if op.name.startswith(_EAGER) and _unrolled(kind, operands):
+        unrolled = unrolled_seconds(device.datasheet, max(t.numel for t in operands[1]))
+        return _at_least(cost, device.memory_launch_s + unrolled, UNROLLED_SPREAD)
     if _BOTH.match(op.name):
         return _slower(cost, BOTH_SLOWER, BOTH_SPREAD)
     return _slower(cost, COLUMNS_SLOWER, COLUMNS_SPREAD) if _COLUMNS.match(op.name) else cost
@@ -707,12 +710,11 @@ def _in_two_kernels(op: Compute, operands: _InOut) -> bool:
     return "backward" in op.name or any(t.numel for t in outputs[1:])
 
 
-def _drawing(cost: CostEstimate, elements: int, device: DeviceProfile) -> CostEstimate:
-    """The cost of a kernel that draws a random number for each element, while it moves memory."""
-    drawn = drawn_seconds(device.datasheet, elements)
-    if drawn <= float(cost.seconds):
+def _at_least(cost: CostEstimate, seconds: float, spread: float) -> CostEstimate:
+    """The cost of a kernel that moves memory while its instructions take so many seconds."""
+    if seconds <= float(cost.seconds):
         return cost
-    return CostEstimate(drawn, float(np.hypot(cost.spread, DRAWN_SPREAD)), "analytical")
+    return CostEstimate(seconds, float(np.hypot(cost.spread, spread)), "analytical")
 
 
 def _scattered(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
@@ -723,6 +725,20 @@ def _scattered(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEsti
     )
     seconds = float(filled.seconds) + float(scattered.seconds)
     return CostEstimate(seconds, max(float(filled.spread), float(scattered.spread)), scattered.source)
+
+
+def _unrolled(kind: str, operands: _InOut) -> bool:
+    """Whether an operation of PyTorch's own runs in a kernel that takes its elements one by one.
+
+    Copies from 32 bits to 16 are vectorised (pytorch/pytorch#110251 and #137053), those from 16 to 32 are not.
+    """
+    if kind not in ("elementwise", "copy"):
+        return False
+    inputs, outputs = operands
+    types = {t.dtype for t in (*inputs, *outputs) if t.numel > 1 and t.dtype in _FLOATS}
+    if kind == "copy":
+        return len(types) > 1 and any(t.dtype is DType.FP32 for t in outputs)
+    return len(types) > 1 or _broadcasts(operands)
 
 
 def _broadcasts(operands: _InOut) -> bool:

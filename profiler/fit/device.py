@@ -59,7 +59,6 @@ from echograph.profiler.fit.gemm import (
 )
 from echograph.profiler.fit.memory import (
     OPERANDS,
-    fit_broadcast,
     fit_casts,
     fit_gather,
     fit_loss,
@@ -265,7 +264,7 @@ def fit_device(
         raise DataError(f"no rows for {', '.join(facts.rows.tensor) or name}: check the 'gpu' column of the table")
     memory = borrow_memory(relative, facts) | _fit_memory(table, facts, used)
     leading = gemm.get("bf16") or gemm.get("fp16") or next(iter(gemm.values()))
-    memory |= _fit_training(table, facts, memory, leading.launch_s, used)
+    memory |= _fit_training(table, facts, leading.launch_s, used)
     if not memory:
         raise DataError(f"no memory-bound rows for {name} and no relative to borrow from: add 'relative'")
     gemm = _with_batches(gemm, own, memory, table, facts, relative)
@@ -598,11 +597,10 @@ def _fit_memory(table: KernelTable, facts: DeviceFacts, used: dict[str, int]) ->
 def _fit_training(
     table: KernelTable,
     facts: DeviceFacts,
-    lent: dict[str, MemoryModel],
     launch_s: float,
     used: dict[str, int],
 ) -> dict[str, MemoryModel]:
-    """Kernels of training: casts, norms, lookups and what repeats an operand, as far as the table has them."""
+    """Kernels of training: casts, norms, lookups and losses, as far as the table has them."""
     if not facts.rows.tensor:
         return {}
     sheet = facts.datasheet()
@@ -622,12 +620,6 @@ def _fit_training(
     losses = losses.where(losses.text["kernel"].among(["liger"]) & losses.text["part"].among(["forward"]))
     loss = fit_loss(losses, bandwidth, launch_s, _basis(losses, used)) if len(losses) else None
     found |= {"loss": loss} if loss is not None else {}
-    eager = own.select(ops=["rms_norm"])
-    eager = eager.where(eager.text["kernel"].among(["huggingface"]) & eager.text["part"].among(["forward"]))
-    plain = found.get("elementwise", lent.get("elementwise"))
-    if len(eager) and plain is not None:
-        broadcast = fit_broadcast(eager, plain, bandwidth, launch_s, _basis(eager, used))
-        found |= {"broadcast": broadcast} if broadcast is not None else {}
     return found
 
 

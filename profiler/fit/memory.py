@@ -5,9 +5,7 @@ is no property of the kernel and is not shipped.
 
 Kernels of training are timed on more devices, without such an overhead: casts to FP8, which read two bytes an
 element and write one (elementwise, by the bytes moved); norms forward and backward as PyTorch, its compiler and
-cuDNN have them, which move two and three times a tensor; lookups of an embedding. PyTorch's unfused RMS norm of
-bf16, as Hugging Face's models write it, is six kernels of its size: 24 bytes an element go through kernels on
-whole tensors, 12 through two that repeat an operand, and what these take is what the first leave of the time.
+cuDNN have them, which move two and three times a tensor; lookups of an embedding.
 """
 
 from __future__ import annotations
@@ -282,27 +280,3 @@ def fit_loss(rows: KernelTable, bandwidth: float, launch_s: float, basis: str) -
     classes, samples, length = np.asarray(sizes, dtype=np.float64).T
     moved, seconds = LOSS_TENSORS * 2.0 * samples * length * classes, rows.seconds()
     return _by_rows(2.0 * classes, moved, (samples * length, classes), seconds, bandwidth, launch_s, basis)
-
-
-EAGER_NORM = re.compile(r'hidden size \(H\)=(\d+) \{"M": (\d+), "dtype": "torch.bfloat16"')
-WHOLE_BYTES, REPEATED_BYTES, EAGER_KERNELS = 24.0, 12.0, 6.0
-
-
-def fit_broadcast(
-    rows: KernelTable, elementwise: MemoryModel, bandwidth: float, launch_s: float, basis: str
-) -> MemoryModel | None:
-    """What a kernel that repeats an operand reaches, out of PyTorch's unfused RMS norms of bf16."""
-    found = [EAGER_NORM.match(note) for note in rows.text["notes"].tolist()]
-    sizes = np.asarray([float(match[1]) * float(match[2]) if match else np.nan for match in found])
-    seconds = rows.seconds()
-    whole = sizes * WHOLE_BYTES / (bandwidth * elementwise.bandwidth_fraction[0])
-    rest = seconds - EAGER_KERNELS * launch_s - whole
-    long = np.isfinite(sizes) & (seconds >= 5.0 * SHORT_KERNEL_S) & (rest > 0)
-    if not np.any(long):
-        return None
-    reach = float(np.median((sizes * REPEATED_BYTES / (bandwidth * rest))[long]))
-    return MemoryModel(
-        label=Label(source="fitted", basis=basis, spread=0.15, spread_short=0.3),
-        row_bytes=[FLAT_ROW],
-        bandwidth_fraction=[round(reach, 4)],
-    )

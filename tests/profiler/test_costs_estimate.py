@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import msgspec
@@ -47,6 +48,7 @@ from echograph.profiler.costs.estimate import (
     cost_of,
     estimate,
 )
+from echograph.profiler.costs.unrolled import unrolled_seconds
 from echograph.units import to_ps
 
 H100, V100 = load_device("h100-sxm"), load_device("v100-sxm2")
@@ -418,19 +420,74 @@ def test_what_the_clock_does_not_count_is_refused() -> None:
             estimate(graph, V100)
 
 
-def test_a_repeated_operand_and_a_norm_that_goes_back_have_kinds_of_their_own() -> None:
+def unrolled(elements: int, device: Any = H100) -> float:
+    """Seconds of a kernel that takes its elements one by one, of device and host alike."""
+    return float(device.memory_launch_s + unrolled_seconds(device.datasheet, elements))
+
+
+@pytest.mark.parametrize("small", [(32768,), (2048, 1), (1, 32768)])
+def test_a_repeated_operand_takes_as_long_an_element_whatever_its_type(small: Shape) -> None:
+    size, elements = (2048, 32768), 2048 * 32768
+    moved = {"bytes_read": 2 * elements, "bytes_written": 2 * elements}
+    assert cost("aten.mul", [size, small], [size], **moved).seconds == unrolled(elements)
+    wide = cost("aten.mul", [size, small], [size], dtype=DType.FP32, bytes_read=4 * elements, bytes_written=0)
+    assert wide.seconds == unrolled(elements) and wide.source == "analytical"
+    # Where memory takes longer, that is what counts; what a compiler writes knows the shapes that it is for.
+    slow = {"bytes_read": 16 * elements, "bytes_written": 16 * elements}
+    assert cost("aten.mul", [size, small], [size], **slow) == memory_bound(H100, "elementwise", **slow)
+    assert cost("fused.mul", [size, small], [size], **moved) == memory_bound(H100, "elementwise", **moved)
+
+
+@pytest.mark.parametrize(
+    ("operator", "given", "made", "one_by_one"),
+    [
+        ("aten._to_copy", [BF16], DType.FP32, True),
+        ("aten._to_copy", [DType.FP32], BF16, False),
+        ("aten.clone", [BF16], BF16, False),
+        ("aten.add_", [DType.FP32, BF16], DType.FP32, True),
+        ("aten.mul", [BF16, BF16], BF16, False),
+        ("aten.where", [DType.BOOL, BF16, BF16], BF16, False),
+        ("aten.sum", [BF16], DType.FP32, False),
+        ("fused.add_", [DType.FP32, BF16], DType.FP32, False),
+    ],
+)
+def test_types_that_differ_are_converted_one_by_one(
+    operator: str, given: list[DType], made: DType, one_by_one: bool
+) -> None:
+    size = (2048, 32768)
+    found = cost(operator, [(size, kind) for kind in given], [(size, made)])
+    assert (found.seconds == unrolled(2048 * 32768)) == one_by_one
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "first", "measured_s"),
+    [("h100-sxm", DType.FP32, "aten.add", 0.982848e-3), ("a100-sxm-80", BF16, "aten._to_copy", 1.91907e-3)],
+)
+def test_an_unfused_norm_takes_what_was_measured(device: str, dtype: DType, first: str, measured_s: float) -> None:
+    """As Hugging Face's models write it (linkedin/Liger-Kernel's rows of 2,048 x 32,768)."""
+    size, rows, on = (2048, 32768), (2048, 1), load_device(device)
+    wide = DType.FP32
+
+    def takes(name: str, inputs: list[tuple[Shape, DType]], result: tuple[Shape, DType]) -> float:
+        read, written = (sum(kind.nbytes(prod(shape)) for shape, kind in side) for side in (inputs, [result]))
+        return float(cost(name, inputs, [result], device=on, bytes_read=read, bytes_written=written).seconds)
+
+    total = takes(first, [(size, dtype)] * (2 if first == "aten.add" else 1), (size, wide))
+    total += takes("aten.pow", [(size, wide)], (size, wide))
+    total += takes("aten.mean", [(size, wide)], (rows, wide))
+    total += takes("aten.mul", [(size, wide), (rows, wide)], (size, wide))
+    if dtype is BF16:
+        total += takes("aten._to_copy", [(size, wide)], (size, dtype))
+    total += takes("aten.mul", [((32768,), dtype), (size, dtype)], (size, dtype))
+    assert total == pytest.approx(measured_s, rel=0.12)
+
+
+def test_a_norm_that_goes_back_has_a_kind_of_its_own() -> None:
     def named(operator: str, inputs: list[tuple[int, ...]]) -> CostEstimate:
         return cost(operator, inputs, [(64, 3000)])
 
-    assert (
-        named("aten.mul", [(64, 3000), (3000,)])
-        == named("aten.mul", [(64, 3000), (64, 1)])
-        == by_bytes("broadcast")
-    )
     for inputs in ([(64, 3000), ()], [(64, 3000), (64, 3000)], [(64, 3000), (100, 100)]):
         assert named("aten.mul", inputs) == by_bytes("elementwise")
-    # What a compiler writes knows the shapes that it is for.
-    assert named("fused.mul", [(64, 3000), (3000,)]) == by_bytes("elementwise")
     back = named("aten.native_layer_norm_backward", [(64, 3000)])
     assert back == by_bytes("norm_backward", row_bytes=2 * 3000)
     assert named("aten.native_batch_norm", [(64, 3000)]) == by_bytes("norm")
