@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,86 @@ def _marked() -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True, slots=True)
+class _InPlace:
+    """What stands for launchers.
+
+    Attributes:
+        world: of the capture, whose rank the script runs as.
+        started: is told the scripts.
+    """
+
+    world: World
+    started: list[Path]
+
+    def launch(self, script: str, arguments: Sequence[str], as_module: bool) -> None:
+        """Runs a script or a module."""
+        sys.argv = [script, *arguments]
+        if as_module:
+            spec = find_spec(script)
+            self.started.append(Path(spec.origin if spec is not None and spec.origin is not None else script))
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+            return
+        path = Path(script).resolve()
+        if not path.is_file():
+            raise CaptureError(f"{script}: no such file: the launcher was to start this script")
+        self.started.append(path)
+        sys.path.insert(0, str(path.parent))
+        runpy.run_path(str(path), run_name="__main__")
+
+    def command(self, words: Sequence[str]) -> None:
+        """Runs what the words of a command start behind the interpreter."""
+        parts = [part for part in words if part != "-u"]
+        as_module = parts[0] == "-m"
+        script, *arguments = parts[1:] if as_module else parts
+        self.launch(script, arguments, as_module)
+
+    def by_torch(self, config: Any, entrypoint: Any) -> Callable[..., None]:
+        """Stands for `elastic_launch`."""
+        del config
+
+        def start(*given: str) -> None:
+            # What the launcher says of ranks and their places is of its own world.
+            os.environ.update(self.world.environment)
+            if callable(entrypoint):
+                entrypoint(*given)
+                return
+            self.command(given if entrypoint == sys.executable else [entrypoint, *given])
+
+        return start
+
+    def by_process(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Stands for the constructor of `Popen`, where it starts a launcher, or is accelerate's."""
+        from torch.distributed import run as torchrun
+
+        def start(popen: Any, args: Any, *given: Any, **named: Any) -> None:
+            arguments = None if isinstance(args, _Training) else _for_torchrun(args)
+            if arguments is None and not isinstance(args, _Training):
+                original(popen, args, *given, **named)
+                return
+            os.environ.update(named.get("env") or {})
+            os.chdir(named.get("cwd") or ".")
+            if arguments is None:
+                os.environ.update(self.world.environment if self.world.launched else {})
+                self.command(args[1:])
+            else:
+                torchrun.main(arguments)
+            original(popen, [sys.executable, "-IS", "-c", ""], *given, **named)  # one that has ended
+
+        return start
+
+    def by_deepspeed(self, module: Any) -> Callable[[Any], Callable[..., None]]:
+        """Stands for the `main` of DeepSpeed's launcher."""
+
+        def main(arguments: Sequence[str] | None = None) -> None:
+            given = module.parse_args(arguments)
+            os.environ.update(self.world.environment)
+            rank = [] if given.no_local_rank else [f"--local_rank={self.world.local_rank}"]
+            self.launch(given.user_script, [*rank, *given.user_args], given.module)
+
+        return lambda _: main
+
+
 @contextmanager
 def in_place(world: World, started: list[Path]) -> Iterator[None]:
     """In the context, launchers run what they launch.
@@ -71,72 +152,14 @@ def in_place(world: World, started: list[Path]) -> Iterator[None]:
     from torch.distributed import run as torchrun
     from torch.distributed.launcher import api
 
-    def launch(script: str, arguments: Sequence[str], as_module: bool) -> None:
-        sys.argv = [script, *arguments]
-        if as_module:
-            spec = find_spec(script)
-            started.append(Path(spec.origin if spec is not None and spec.origin is not None else script))
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-            return
-        path = Path(script).resolve()
-        if not path.is_file():
-            raise CaptureError(f"{script}: no such file: the launcher was to start this script")
-        started.append(path)
-        sys.path.insert(0, str(path.parent))
-        runpy.run_path(str(path), run_name="__main__")
-
-    def by_torch(config: Any, entrypoint: Any) -> Callable[..., None]:
-        del config
-
-        def start(*given: str) -> None:
-            # What the launcher says of ranks and their places is of its own world.
-            os.environ.update(world.environment)
-            if callable(entrypoint):
-                entrypoint(*given)
-                return
-            started_by(given if entrypoint == sys.executable else [entrypoint, *given])
-
-        return start
-
-    def started_by(command: Sequence[str]) -> None:
-        parts = [part for part in command if part != "-u"]
-        as_module = parts[0] == "-m"
-        script, *arguments = parts[1:] if as_module else parts
-        launch(script, arguments, as_module)
-
-    def by_process(original: Callable[..., None]) -> Callable[..., None]:
-        def start(popen: Any, args: Any, *given: Any, **named: Any) -> None:
-            arguments = None if isinstance(args, _Training) else _for_torchrun(args)
-            if arguments is None and not isinstance(args, _Training):
-                original(popen, args, *given, **named)
-                return
-            os.environ.update(named.get("env") or {})
-            os.chdir(named.get("cwd") or ".")
-            if arguments is None:
-                os.environ.update(world.environment if world.launched else {})
-                started_by(args[1:])
-            else:
-                torchrun.main(arguments)
-            original(popen, [sys.executable, "-IS", "-c", ""], *given, **named)  # one that has ended
-
-        return start
-
-    def by_deepspeed(module: Any) -> Callable[[Any], Callable[..., None]]:
-        def main(arguments: Sequence[str] | None = None) -> None:
-            given = module.parse_args(arguments)
-            os.environ.update(world.environment)
-            rank = [] if given.no_local_rank else [f"--local_rank={world.local_rank}"]
-            launch(given.user_script, [*rank, *given.user_args], given.module)
-
-        return lambda _: main
-
+    stands = _InPlace(world, started)
     with ExitStack() as stack:
         for owner in (torchrun, api):  # each has the name; run as a module, the first is made anew
-            stack.enter_context(replaced(owner, "elastic_launch", by_torch))
-        stack.enter_context(patched(subprocess.Popen, "__init__", by_process))
+            stack.enter_context(replaced(owner, "elastic_launch", stands.by_torch))
+        stack.enter_context(patched(subprocess.Popen, "__init__", stands.by_process))
         stack.enter_context(once_imported("accelerate.utils", _marked))
         if "deepspeed" in sys.modules:
             from deepspeed.launcher import runner
 
-            stack.enter_context(patched(runner, "main", by_deepspeed(runner)))
+            stack.enter_context(patched(runner, "main", stands.by_deepspeed(runner)))
         yield
