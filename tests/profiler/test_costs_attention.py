@@ -47,10 +47,12 @@ def test_bounds_and_growth(
         # Fewer sequences and heads than SMs leave the others idle.
         idle = max(1.0, device.datasheet.sm_count / (batch * heads))
         assert flops / peak <= seconds < 100e-6 + 40.0 * padded * idle / peak
-        # Where multiprocessors idle, or a launch is much of a kernel, tiles of another width may end sooner.
-        least = seconds * (1 - 1e-6 if idle == 1.0 and seconds > 5 * SHORT_KERNEL_S else 0.9)
+        # Where a launch is much of a kernel, it is as long as it was but for the fit of how it starts.
+        least = seconds * (1 - 1e-6 if seconds > 5 * SHORT_KERNEL_S else 0.95)
         assert cost(device, seq=2 * seq, kv_seq=2 * kv_seq, **shape).seconds > least
-        assert cost(device, seq=seq, kv_seq=kv_seq, **{**shape, "head_dim": head_dim + 64}).seconds >= least
+        # Tiles of another width may suit the sequence better.
+        wider = cost(device, seq=seq, kv_seq=kv_seq, **{**shape, "head_dim": head_dim + 64}).seconds
+        assert wider >= 0.85 * seconds
 
 
 def test_flash_attention_1_takes_the_fewer_keys_at_once_the_longer_they_are() -> None:
