@@ -174,9 +174,8 @@ def patched(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[Non
     if isinstance(value, FunctionType) and isinstance(before, FunctionType) and value.__closure__:
         # Libraries ask for the arguments of what they call: what was made for this place passes for what it wraps.
         update_wrapper(value, before)
-        vars(value)["__signature__"] = inspect.signature(
-            before
-        )  # for `getfullargspec`, which looks at no wrapped one
+        # `getfullargspec` looks at nothing that is wrapped.
+        vars(value)["__signature__"] = inspect.signature(before)
     patch = owner, name, own, original, value
     _PATCHES[id(patch)] = patch
     setattr(owner, name, value)
