@@ -34,6 +34,7 @@ from echograph.frontend.deepspeed import shims
 from echograph.frontend.deepspeed.shims import GATHER
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.call_nodes import is_in_place
+from echograph.frontend.pytorch.recorder import Sample
 from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.collectives import ranks_of
 from echograph.frontend.scripts.recorder import COPY, ScriptRecorder
@@ -219,7 +220,8 @@ def _in_micro_batch(original: Callable[..., Any], recorder: ScriptRecorder, phas
     def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
         number = engine.micro_steps % engine.gradient_accumulation_steps()
         if recorder.sample is None and phase == annotate.FORWARD:
-            recorder.sample = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+            given = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+            recorder.sample = None if given is None else Sample.of(given)
         if engine.pipeline_parallelism:
             return original(engine, *args, **kwargs)  # the schedule has told
         with recorder.in_micro_batch(number), recorder.in_phase(phase):

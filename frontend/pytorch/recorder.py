@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,23 @@ def record_step(step: TrainingStep, recorder: OperatorRecorder) -> Graph:
         recorder.phase = OPTIMIZER
         step.update(gradients)
     return recorder.graph
+
+
+class Sample(NamedTuple):
+    """What is kept of a tensor that a model was given.
+
+    With the tensor its gradient would be kept, and PyTorch copies a gradient that somebody else holds before it
+    adds to it.
+    """
+
+    shape: tuple[int, ...]
+    floating: bool
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Sample:
+        """Of a tensor, whose node may be made later."""
+        return cls(tuple(tensor.shape), tensor.is_floating_point(), tensor.__dict__)
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -253,9 +270,9 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         return value
 
-    def known(self, tensor: Tensor) -> Node | None:
+    def known(self, tensor: Tensor | Sample) -> Node | None:
         """The node that stands for a tensor, if there is one."""
-        node: Node | None = tensor.__dict__.get(_NODE)
+        node: Node | None = (tensor.attributes if isinstance(tensor, Sample) else tensor.__dict__).get(_NODE)
         return node if node is not None and node.graph is self.graph else None
 
     def node_of(self, tensor: Tensor) -> Node:

@@ -654,7 +654,7 @@ def workload_of(
     shape: Sequence[int] = ()
     whole = False
     if recorder.sample is not None:
-        shape, whole = recorder.sample.shape, not recorder.sample.is_floating_point()
+        shape, whole = recorder.sample.shape, not recorder.sample.floating
     over = mesh.get(CONTEXT, 1) * mesh.get(WITHIN_CONTEXT, 1)
     tokens = int(shape[1]) * over if len(shape) == 2 and whole else 0
     return Workload(
