@@ -34,7 +34,7 @@ from echograph.frontend.deepspeed import shims
 from echograph.frontend.deepspeed.shims import GATHER
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.call_nodes import is_in_place
-from echograph.frontend.pytorch.recorder import Sample
+from echograph.frontend.pytorch.recorder import ModelInput
 from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.collectives import ranks_of
 from echograph.frontend.scripts.recorder import COPY, ScriptRecorder
@@ -221,7 +221,7 @@ def _in_micro_batch(original: Callable[..., Any], recorder: ScriptRecorder, phas
         number = engine.micro_steps % engine.gradient_accumulation_steps()
         if recorder.sample is None and phase == annotate.FORWARD:
             given = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-            recorder.sample = None if given is None else Sample.of(given)
+            recorder.sample = None if given is None else ModelInput.of(given)
         if engine.pipeline_parallelism:
             return original(engine, *args, **kwargs)  # the schedule has told
         with recorder.in_micro_batch(number), recorder.in_phase(phase):

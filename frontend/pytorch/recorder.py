@@ -72,7 +72,7 @@ def record_step(step: TrainingStep, recorder: OperatorRecorder) -> Graph:
     return recorder.graph
 
 
-class Sample(NamedTuple):
+class ModelInput(NamedTuple):
     """What is kept of a tensor that a model was given.
 
     With the tensor its gradient would be kept, and PyTorch copies a gradient that somebody else holds before it
@@ -84,7 +84,7 @@ class Sample(NamedTuple):
     attributes: dict[str, Any]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Sample:
+    def of(cls, tensor: Tensor) -> ModelInput:
         """Of a tensor, whose node may be made later."""
         return cls(tuple(tensor.shape), tensor.is_floating_point(), tensor.__dict__)
 
@@ -270,9 +270,9 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         return value
 
-    def known(self, tensor: Tensor | Sample) -> Node | None:
+    def known(self, tensor: Tensor | ModelInput) -> Node | None:
         """The node that stands for a tensor, if there is one."""
-        node: Node | None = (tensor.attributes if isinstance(tensor, Sample) else tensor.__dict__).get(_NODE)
+        node: Node | None = (tensor.attributes if isinstance(tensor, ModelInput) else tensor.__dict__).get(_NODE)
         return node if node is not None and node.graph is self.graph else None
 
     def node_of(self, tensor: Tensor) -> Node:

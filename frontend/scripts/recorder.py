@@ -60,7 +60,7 @@ from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIM
 from echograph.frontend.pytorch.call_nodes import is_allocation, is_in_place
 from echograph.frontend.pytorch.known_values import exchanged
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
-from echograph.frontend.pytorch.recorder import HANDLES, OperatorRecorder, Sample
+from echograph.frontend.pytorch.recorder import HANDLES, ModelInput, OperatorRecorder
 from echograph.frontend.pytorch.shapes import Results, Shapes
 from echograph.frontend.scripts import places
 from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communication_of
@@ -314,7 +314,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.steps = 0
         self.recorded = False
         self.held: dict[str, int] = {}
-        self.sample: Sample | None = None
+        self.sample: ModelInput | None = None
         self.samples = 0
         self.stack, self.attention, self.deterministic, self.fills = "", "", False, False
         self._regions = 0
@@ -544,7 +544,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         learns = torch.is_grad_enabled()
         given = next((a for a in args if isinstance(a, Tensor)), None)
         if given is not None and (learns or self.sample is None):
-            self.sample, self.sampled, self._learns = Sample.of(given), self.loaded, learns
+            self.sample, self.sampled, self._learns = ModelInput.of(given), self.loaded, learns
 
     def _module_ends(self, *_: Any) -> None:
         if self._stack:
