@@ -233,8 +233,8 @@ def _freeze(table: DataclassInstance) -> None:
                 array.setflags(write=False)
 
 
-def _texts(table: DataclassInstance) -> Ragged:
-    """The strings that each row of a table names, column after column."""
+def _texts(table: DataclassInstance, length: int) -> Ragged:
+    """The strings that each row of a table of so many names, column after column."""
     named = []
     for name, column in _columns(type(table)).items():
         if column.holds == Holds.STRING:
@@ -244,7 +244,7 @@ def _texts(table: DataclassInstance) -> Ragged:
             named.append((of, values.values if column.ragged else values))
     rows = np.concatenate([of for of, _ in named])
     values = np.concatenate([np.asarray(values, np.int64) for _, values in named])
-    counts = np.bincount(rows, minlength=len(table))  # type: ignore[arg-type]
+    counts = np.bincount(rows, minlength=length)
     return Ragged(np.append(0, np.cumsum(counts)), values[ascending(rows)])
 
 
@@ -293,7 +293,7 @@ class TensorTable(Sequence[t.Tensor]):
     @cached_property
     def texts(self) -> Ragged:
         """The strings that each tensor names, in the order in which they are numbered."""
-        return _texts(self)
+        return _texts(self, len(self))
 
     @cached_property
     def roles(self) -> list[int]:
@@ -389,7 +389,7 @@ class OpTable(Sequence[t.Op]):
     @cached_property
     def texts(self) -> Ragged:
         """The strings that each operation names, in the order in which they are numbered."""
-        return _texts(self)
+        return _texts(self, len(self))
 
     @cached_property
     def phases(self) -> list[int]:
