@@ -21,8 +21,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from echograph.errors import CaptureError
-from echograph.frontend.megatron.patches import Patch
+from echograph.frontend.megatron.patches import TESTED, Patch
 
+_DEEP, _HYBRID = TESTED[0], "0.16"
+"""The versions that have DeepEP's dispatcher, and HybridEP's."""
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _EXPECTED = (
     "--moe-token-dispatcher-type flex: a token's experts are taken to be any, of which every rank has as many, "
@@ -150,6 +152,7 @@ class Flex:
                     where=f"{_DISPATCHER}:{name}",
                     reason="kernels for GPUs send what only values tell",
                     around=partial(_instead, function),
+                    since=_HYBRID if name.startswith("hybrid") else _DEEP,
                 )
                 for name, function in functions.items()
             ),
@@ -158,8 +161,9 @@ class Flex:
                     where=f"{_DISPATCHER}:{name}.dispatch",
                     reason="how many experts a token has is not told to the kernels",
                     around=self._choosing,
+                    since=since,
                 )
-                for name in ("_DeepepManager", "_HybridEPManager")
+                for name, since in (("_DeepepManager", _DEEP), ("_HybridEPManager", _HYBRID))
             ),
             Patch(
                 where=f"{_DISPATCHER}:_DeepepManager._indices_to_multihot",

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from typing import Any, Protocol
 
-from echograph.frontend.megatron.patches import Patch
+from echograph.frontend.megatron.patches import TESTED, Patch
 
 _PHASES = {"recv_forward": "forward", "send_forward": "forward", "recv_backward": "backward",
            "send_backward": "backward", "send_forward_recv_backward": "forward",
@@ -72,6 +72,7 @@ def hooks(place: StepPlace, short: Callable[[], bool] = lambda: False) -> tuple[
                 where=f"megatron.core.pipeline_parallel.{name}",
                 reason="which of the two micro-batches that run together a part is of",
                 around=around,
+                since="0.14",
             )
             for name, around in (
                 ("combined_1f1b:combined_forward_backward_step", passes.together),
@@ -90,10 +91,13 @@ def hooks(place: StepPlace, short: Callable[[], bool] = lambda: False) -> tuple[
         ),
         *(
             Patch(
-                where=f"megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator.{name}",
+                where=f"megatron.core.pipeline_parallel.p2p_communication:{owner}{name}",
                 reason="messages between stages, and the pass that they are for",
                 around=_message(place, phase),
+                since=since,
+                before=before,
             )
+            for owner, since, before in (("", TESTED[0], "0.14"), ("P2PCommunicator.", "0.14", ""))
             for name, phase in _PHASES.items()
         ),
         *(

@@ -1,4 +1,4 @@
-"""Stand-ins for what megatron-core takes from a GPU, Transformer Engine or Apex. Written for 0.16.
+"""Stand-ins for what megatron-core takes from a GPU, Transformer Engine or Apex.
 
 `SHIMS` has them, each with its reason. They make a script run where none of the three is, on real ranks of CPUs
 or on none, and change nothing of which collectives it asks for. The device itself is the business of

@@ -169,7 +169,8 @@ def _engine() -> list[ModuleType]:
     rope = _module(f"{_ENGINE}.pytorch.attention.rope", apply_rotary_pos_emb=te.apply_rotary_pos_emb)
     attention = _module(f"{_ENGINE}.pytorch.attention", rope=rope)
     permutation = _module(f"{_ENGINE}.pytorch.permutation", **dict.fromkeys(_PERMUTATIONS, te.not_at_once))
-    fused = _module(f"{_ENGINE}.pytorch.ops", Sequential=None, FusibleOperation=None)
+    operations = ("Sequential", "FusibleOperation", "GELU", "GEGLU", "ReGLU", "ReLU", "SwiGLU")
+    fused = _module(f"{_ENGINE}.pytorch.ops", **dict.fromkeys(operations, te.FusedOperation))
     within = {"fp8": state, "distributed": distributed, "tensor": tensor, "attention": attention, "ops": fused}
     within["permutation"] = permutation
     narrow |= {"Fp8Padding": fp8.Padding, "Fp8Unpadding": fp8.Unpadding}

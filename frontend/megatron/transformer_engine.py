@@ -288,6 +288,16 @@ def not_at_once(*_: Any, **__: Any) -> Any:
     raise refused("--moe-permute-fusion with this dispatcher", "leave it out")
 
 
+class FusedOperation:
+    """Any class of `transformer_engine.pytorch.ops`.
+
+    megatron-core up to 0.14 derives from one, and lists others, when it is imported.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise refused("--use-transformer-engine-op-fuser", "leave it out")
+
+
 def checkpoint(function: Any, *args: Any, distribute_saved_activations: bool = False, **_: Any) -> Any:
     """`transformer_engine.pytorch.distributed.checkpoint`: what is computed again is in FP8, as it was."""
     from megatron.core import tensor_parallel

@@ -142,12 +142,13 @@ def _other_version(distribution: str, low: str, high: str) -> str:
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ""
-    if _numbers(low) <= _numbers(version) < _numbers(high):
+    if numbers_of(low) <= numbers_of(version) < numbers_of(high):
         return ""
     return f"{distribution} {version}: tested with {low} up to {high}, what the capture sees may be incomplete"
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers_of(version: str) -> tuple[int, ...]:
+    """A version as what compares: (0, 16, 1) of "0.16.1+cpu"."""
     parts = version.split("+")[0].split(".")
     return tuple(int(digits) for part in parts if (digits := "".join(filter(str.isdigit, part[:4]))))
 

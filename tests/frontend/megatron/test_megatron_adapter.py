@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 import warnings
 from collections import Counter
 from importlib.util import find_spec
@@ -19,8 +20,9 @@ if find_spec("megatron") is None:
 from echograph.errors import CaptureError
 from echograph.frontend.megatron.adapter import MegatronAdapter
 from echograph.frontend.megatron.hooks import hooks
-from echograph.frontend.megatron.patches import in_place
+from echograph.frontend.megatron.patches import TESTED, Patch, in_place
 from echograph.frontend.megatron.shims import SHIMS, _finite, shimmed
+from echograph.frontend.scripts.adapter import numbers_of
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.world import World
@@ -105,10 +107,12 @@ def test_a_job_has_its_micro_batches_and_is_simulated(job: JobGraph) -> None:
 
 
 def test_shims_and_hooks_are_taken_out_again() -> None:
+    import megatron.core
     import torch
     from megatron.core.transformer.moe import moe_utils
 
-    patches = (*SHIMS, *hooks(Nowhere()))
+    release = numbers_of(megatron.core.__version__)
+    patches = [patch for patch in (*SHIMS, *hooks(Nowhere())) if patch.is_of(release)]
 
     def now() -> list[Any]:
         found = []
@@ -164,10 +168,34 @@ def test_a_hook_that_has_moved_is_named(where: str, named: str, monkeypatch: pyt
     for part in outer:
         owner = getattr(owner, part)
     monkeypatch.delattr(owner, name)
-    moved = pytest.raises(CaptureError, match=rf"has no megatron\.core.*{named}.*0\.16")
+    moved = pytest.raises(CaptureError, match=rf"has no megatron\.core.*{named}.*{re.escape(TESTED[0])}")
     with moved as raised, in_place(hooks(Nowhere())):
         pass
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("since", "before", "version", "there"),
+    [("0.14", "", "0.13.1", False), ("0.14", "", "0.14.0", True), ("0.13", "0.14", "0.13.1", True),
+     ("0.13", "0.14", "0.14.0rc0", False), ("0.9", "", "0.16.1", True)],
+)  # fmt: skip
+def test_a_version_has_what_came_before_it_and_was_not_taken_out(
+    since: str, before: str, version: str, there: bool
+) -> None:
+    patch = Patch(where="module:name", reason="", around=lambda f: f, since=since, before=before)
+    assert patch.is_of(numbers_of(version)) is there
+
+
+def test_what_keeps_a_module_from_its_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise AttributeError("module 'transformer_engine.pytorch' has no attribute 'Novelty'")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with (
+        pytest.raises(CaptureError, match=r"megatron\.core cannot be imported: .*Novelty"),
+        in_place(hooks(Nowhere())),
+    ):
+        pass
 
 
 def test_another_version_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +206,7 @@ def test_another_version_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     (line,) = MegatronAdapter().check()
     assert "0.18.0" in line
-    assert "0.16" in line
+    assert TESTED[0] in line
 
 
 @pytest.mark.parametrize(
