@@ -157,7 +157,7 @@ def write_timeline(job: JobGraph, tasks: TaskGraph, start: Int64) -> Timeline:
         start=start,
         duration=tasks.duration,
         cause=causes(tasks, start),
-        programs=tuple(p.role or f"rank {i}" for i, p in enumerate(job.programs)),
+        programs=tuple(map(job.role_name, range(len(job.programs)))),
         streams=job.streams,
     )
 

@@ -1105,7 +1105,7 @@ def program_timeline(run: SegmentRun, program: int) -> Timeline:
         start=start.ravel(),
         duration=duration,
         cause=np.full(2 * count, NONE, np.int64),
-        programs=tuple(p.role or f"rank {i}" for i, p in enumerate(job.programs)),
+        programs=tuple(map(job.role_name, range(len(job.programs)))),
         streams=job.streams,
     )
 

@@ -699,14 +699,18 @@ class Chunk:
     def _op(self, row: int) -> int:
         graph = self.plan.graph
         op = with_lead(graph.ops[row], leads=(self.number, row) in self.plan.leads)
-        if not set(op.deps) <= self.ops.keys():
+        deps = op.deps
+        if op.phase == t.Phase.FORWARD and len(self.plan.placement.ops[row]) > 1:
+            # What hangs on no layer runs on every chunk that reads it: what it comes after is not on all of them.
+            deps = tuple(before for before in deps if before in self.ops)
+        if not set(deps) <= self.ops.keys():
             raise PlanError(
                 f"operation {row} ({op.name}) waits for one of another pipeline stage: use fewer stages"
             )
         changes = self._share_of(op) if row in self.plan.placement.stagewide else {}
         changes["inputs"] = [self._read(tensor) for tensor in changes.get("inputs", op.inputs)]
         changes["outputs"] = [self.tensor(graph.tensor_id(0, 0, tensor)) for tensor in op.outputs]
-        changes["deps"] = [self.ops[before] for before in op.deps]
+        changes["deps"] = [self.ops[before] for before in deps]
         if isinstance(op, t.Compute) and op.forward_op is not None:
             changes["forward_op"] = self._forward_op(op.forward_op)
         self.ops[row] = self.builder.add(op, **changes)
