@@ -23,7 +23,8 @@ from echograph.ir.passes.data_parallel import DataParallel, ReplicasAlike
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.mesh import MeshOrder
 from echograph.ir.passes.model import MICRO_BATCH_AXES
-from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, StagesAlike
+from echograph.ir.passes.pipeline import Pipeline, StagesAlike
+from echograph.ir.passes.pipeline.alike import DISTINCT, NotAlike, PassOrder, Sample
 from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.passes.rewrite import UPDATE, PassLabel
 from echograph.ir.structure import structure
@@ -41,16 +42,16 @@ from echograph.workflow.system import System
 
 
 @lru_cache(64)
-def _order(schedule: str, stages: int, micro_batches: int, chunks: int) -> composed.PassOrder:
+def _order(schedule: str, stages: int, micro_batches: int, chunks: int) -> PassOrder:
     passes = [order(schedule, stage, stages, micro_batches, chunks) for stage in range(stages)]
-    return composed.PassOrder.of(passes, UPDATE)
+    return PassOrder.of(passes, UPDATE)
 
 
 @lru_cache(64)
-def _alone(micro_batches: int) -> composed.PassOrder:
+def _alone(micro_batches: int) -> PassOrder:
     """The order without a pipeline, where what is called forward is a whole pass."""
     passes: list[PassLabel] = [("forward", micro_batch, 0) for micro_batch in range(micro_batches)]
-    return composed.PassOrder.of([passes], UPDATE)
+    return PassOrder.of([passes], UPDATE)
 
 
 class StepResult(Result):
@@ -115,7 +116,7 @@ class Predictor:
         try:
             with _uncollected():
                 return self._step(plan)
-        except (composed.NotAlike, EchoError):
+        except (NotAlike, EchoError):
             return self._whole(plan, memory)
 
     def _whole(self, plan: Plan, memory: bool) -> Result:
@@ -139,13 +140,13 @@ class Predictor:
             EchoError: as `predict`.
         """
         if plan.passes or self.system.profile is not None or self.system.cluster.slow_nodes:
-            raise composed.NotAlike("the whole job is simulated")
+            raise NotAlike("the whole job is simulated")
         step, rest = self._shared(plan)
         sample = self._sample(step, rest)
         stack = plan.stack or sample.job.workload.stack
         job, host, sms = on_system(sample.job, stack, self.system, self._costs)
         if host.threads or host.blocking:
-            raise composed.NotAlike("the host works on threads, or waits for every launch")
+            raise NotAlike("the host works on threads, or waits for every launch")
         cluster = self.system.cluster
         roles = timed(job, cluster, host, sms=sms, network=self._network)
         job, times = roles.job, roles.times
@@ -167,7 +168,7 @@ class Predictor:
         picoseconds = composed.step_ps(whole, times.picoseconds, roles.issue, message, self._layouts)
         return self._result(plan, job, stack, picoseconds, sample.micro_batches)
 
-    def _sample(self, step: StepGraph, rest: Sequence[Pass]) -> composed.Sample:
+    def _sample(self, step: StepGraph, rest: Sequence[Pass]) -> Sample:
         """The passes of a job that differ, and their order.
 
         Raises:
@@ -175,28 +176,30 @@ class Predictor:
             PlanError: the plan does not fit the model.
         """
         first, *others = rest
+        names = None
         if isinstance(first, Pipeline) and others and isinstance(data := others.pop(0), DataParallel | FullyShard):
             alike = self._alike(step, first)
             if alike.sized is None:
                 job, labels = data.labelled(alike.job, alike.labels)
             else:
                 job, labels = self._replicated(alike.job, alike.labels, _like(step, first), data)
+            names = alike.names
             places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
             count, chunks = first.micro_batches, first.chunks
             order_of = _order(first.schedule, first.stages, count, chunks)
             stand_for = [places[stage] for stage in alike.stand_for]
         elif isinstance(first, DataParallel | FullyShard):
             count, chunks, stand_for = first.micro_batches, 1, [0]
-            few = replace(first, micro_batches=min(count, DISTINCT_MICRO_BATCHES))
+            few = replace(first, micro_batches=min(count, DISTINCT))
             job, labels = self._replicated(step, None, structure(step), few)
             order_of = _alone(count)
         else:
-            raise composed.NotAlike("the job is not of a pipeline or of data parallelism alone")
+            raise NotAlike("the job is not of a pipeline or of data parallelism alone")
         for one in others:
             if not isinstance(one, MeshOrder):
-                raise composed.NotAlike(f"pass {one.name} wants the whole job")
+                raise NotAlike(f"pass {one.name} wants the whole job")
             job = one.ordered(job)
-        return composed.Sample(
+        return Sample(
             job=job,
             labels=labels,
             stand_for=stand_for,
@@ -204,6 +207,7 @@ class Predictor:
             micro_batches=count,
             chunks=chunks,
             update=UPDATE,
+            names=names,
         )
 
     def _alike(self, step: StepGraph, pipeline: Pipeline) -> StagesAlike:
@@ -214,9 +218,9 @@ class Predictor:
             PlanError: the plan does not fit the model.
         """
         if pipeline.overlap_experts:
-            raise composed.NotAlike("forward and backward passes run in pairs")
+            raise NotAlike("forward and backward passes run in pairs")
         if pipeline.where.turns:
-            raise composed.NotAlike("chunks turn back at the last stage")
+            raise NotAlike("chunks turn back at the last stage")
         pipeline.check(step)
         like = _like(step, pipeline)
         key = (*step.passes, like[1])
@@ -290,7 +294,7 @@ def _uncollected() -> Iterator[None]:
 
 def _like(step: StepGraph, pipeline: Pipeline) -> tuple[Hashable, str]:
     """What the stages of a pipeline depend on but for their sizes."""
-    count = min(pipeline.micro_batches, DISTINCT_MICRO_BATCHES)
+    count = min(pipeline.micro_batches, DISTINCT)
     return structure(step), pass_text(replace(pipeline, micro_batches=count))
 
 
