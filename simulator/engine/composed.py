@@ -23,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 
 from echograph.ir.columns import NONE, Bools, Int64
-from echograph.ir.graph import JobGraph
 from echograph.ir.passes.pipeline.alike import DISTINCT, NotAlike, Sample
 from echograph.ir.passes.rewrite import PassLabel
 from echograph.ir.structure import structure

@@ -1175,9 +1175,7 @@ def _write(plan: PipelineContext, builder: GraphBuilder, stages: Container[int])
         if plan.where.stage(number) not in stages:
             continue
         name = str(number) if plan.names is None else plan.names.chunk(number)
-        chunks.append(
-            Chunk(plan=plan, number=number, builder=builder, block=builder.begin_block(f"main.{name}"))
-        )
+        chunks.append(Chunk(plan=plan, number=number, builder=builder, block=builder.begin_block(f"main.{name}")))
         chunks[-1].write()
     for chunk in chunks:
         chunk.siblings += (c for c in chunks if c.stage == chunk.stage and c is not chunk)

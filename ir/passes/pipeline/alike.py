@@ -1,10 +1,10 @@
 """Stages of a pipeline that do the same on layers of their own: each is lowered once, and the job is made of them.
 
-A `Sample` is a job of the stages and the micro-batches that differ. Its programs run pass by pass, and each call says
-of which pass it is; a schedule says in which order a stage runs its passes. `whole` puts the job of all stages
-together: every stage has the rows of the one that stands for it, and calls them for layers of its own, in its own
-order. That job is the one that the passes make of all stages, one by one. What depends on the stage is in names,
-tags of messages, and the instances that calls and bindings name.
+A `Sample` is a job of the stages and the micro-batches that differ. Its programs run pass by pass, and each call
+says of which pass it is; a schedule says in which order a stage runs its passes. `whole` puts the job of all
+stages together: every stage has the rows of the one that stands for it, and calls them for layers of its own, in
+its own order. That job is the one that the passes make of all stages, one by one: what depends on the stage is in
+names, tags of messages, and the instances that calls and bindings name.
 """
 
 from __future__ import annotations
@@ -272,8 +272,8 @@ class _Whole:
     def _copies(self) -> list[_Copy]:
         """The blocks of the whole job, in the order in which passes write them.
 
-        Layers are instances of one block for all stages. Chunks come by their numbers, and what is added for a stage
-        stage by stage.
+        Layers are instances of one block for all stages. Chunks come by their numbers, and what is added for a
+        stage stage by stage.
         """
         found: list[tuple[tuple[int, int, int], _Copy]] = []
         section, before = NONE, None
@@ -317,7 +317,8 @@ class _Whole:
         graph, ports = self.graph, self.graph.ports
         own = np.array([count for _, count in graph.tensor_bases], np.int64)
         width = np.array([count for _, count in graph.op_bases], np.int64)
-        of, counts = (np.array([column(c) for c in self.copies], np.int64) for column in (_block_of, _instances_of))
+        of = np.array([copy.block for copy in self.copies], np.int64)
+        counts = np.array([len(copy.instances) for copy in self.copies], np.int64)
         bases, op_bases = (np.cumsum(size[of] * counts) - size[of] * counts for size in (own, width))
         block, instance, row = ports.located
         bound, position = self.first[block] + instance, graph.local_position[row]
@@ -380,8 +381,7 @@ class _Whole:
         return found
 
     def _program(self, stage: int, rows: _Rows) -> Program:
-        sample, order = self.sample, self.sample.order
-        number = int(self.stand_for[stage])
+        order, number = self.sample.order, int(self.stand_for[stage])
         program = self.graph.programs[number]
         its = slice(int(order.at[stage]), int(order.at[stage + 1]))
         piece = self._pieces[its]
@@ -432,14 +432,6 @@ class _Whole:
         sample = self.sample
         numbers = [{label: number for number, label in enumerate(its)} for its in self._runs]
         return sample.order.of_pieces(numbers, sample.stand_for, sample.chunks, sample.update)
-
-
-def _block_of(copy: _Copy) -> int:
-    return copy.block
-
-
-def _instances_of(copy: _Copy) -> int:
-    return len(copy.instances)
 
 
 class _Rows:
