@@ -255,14 +255,14 @@ class _Whole:
             owner[slot] = number
             of_call = [its if kind != self.sample.update[0] else self.sample.chunks for kind, _, its in labels]
             np.minimum.at(chunk, slot, np.array(of_call, np.int64))
-        for slot in np.flatnonzero(owner == NONE).tolist():
+        for left in np.flatnonzero(owner == NONE).tolist():
             # What nobody calls is of the stage whose tensors it names.
-            block = int(np.searchsorted(self.first, slot, side="right")) - 1
-            bound = graph.blocks[block].instances[slot - int(self.first[block])].bindings
+            block = int(np.searchsorted(self.first, left, side="right")) - 1
+            bound = graph.blocks[block].instances[left - int(self.first[block])].bindings
             names = {int(owner[self._slot_of(identity)]) for identity in bound}
             if len(names) != 1 or NONE in names:
                 raise NotAlike(f"no stage calls block {graph.blocks[block].name}")
-            owner[slot] = names.pop()
+            owner[left] = names.pop()
         return owner, np.where(chunk == self.sample.chunks, 0, chunk)
 
     def _slot_of(self, tensor: int) -> int:
