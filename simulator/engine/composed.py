@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from echograph.ir.columns import NONE, Bools, Int64
-from echograph.ir.graph import JobGraph
+from echograph.ir.passes.pipeline.alike import DISTINCT, NotAlike, Sample
 from echograph.ir.passes.rewrite import PassLabel
 from echograph.ir.structure import structure
 from echograph.ir.types import OpKind
@@ -40,68 +40,6 @@ from echograph.simulator.engine.segments import (
 from echograph.simulator.groups import occurrences
 
 MESSAGES = (OpKind.SEND, OpKind.RECV)
-
-
-class NotAlike(Exception):
-    """A step is not what its distinct passes say; the reason, for tests."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
-    """A job of the passes that differ, and how a step is made of them.
-
-    Attributes:
-        job: a program for each distinct stage, over as many micro-batches as differ, pass by pass.
-        labels: for each program, the pass that each of its calls is of.
-        stand_for: for every stage of the step, the program of the stage that stands for it.
-        order: the passes of all stages.
-        micro_batches: of the step.
-        chunks: of each stage.
-        update: the label of what is done once all passes are.
-    """
-
-    job: JobGraph
-    labels: Sequence[Sequence[PassLabel]]
-    stand_for: Sequence[int]
-    order: PassOrder
-    micro_batches: int
-    chunks: int
-    update: PassLabel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PassOrder:
-    """The passes of all stages, each stage's in order and its update behind them, as columns.
-
-    Attributes:
-        kinds: names of the kinds of passes.
-        at: int64 [stages + 1], where the passes of each stage begin.
-        kind: int64, number of each pass's kind.
-        micro_batch: int64; of an update that of the last pass.
-        chunk: int64.
-    """
-
-    kinds: tuple[str, ...]
-    at: Int64
-    kind: Int64
-    micro_batch: Int64
-    chunk: Int64
-
-    @classmethod
-    def of(cls, stages: Sequence[Sequence[PassLabel]], update: PassLabel) -> PassOrder:
-        """The columns of passes.
-
-        Args:
-            stages: the passes of each.
-            update: what each does once they are done.
-        """
-        every = [its for passes in stages for its in (*passes, update)]
-        names, micro_batches, chunks = zip(*every, strict=True)
-        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(names))}
-        micro_batch, at = np.array(micro_batches, np.int64), np.cumsum([0, *(len(its) + 1 for its in stages)])
-        micro_batch[at[1:] - 1] = micro_batch.max()
-        kind, chunk = np.array([kinds[name] for name in names], np.int64), np.array(chunks, np.int64)
-        return cls(kinds=tuple(kinds), at=at, kind=kind, micro_batch=micro_batch, chunk=chunk)
 
 
 MessageTime = Callable[[int, int], int]
@@ -163,9 +101,6 @@ def _check_length(sample: Sample, device: Int64, host: Int64) -> None:
     if not longest * sample.micro_batches * len(sample.stand_for) < LONGEST_PS:
         raise NotAlike("the step may be too long for its constants")
 
-
-DISTINCT = 3
-"""Micro-batches that differ: the first, those amid others, and the last."""
 
 # -- constants ----------------------------------------------------------------------------------------------------
 
@@ -792,21 +727,17 @@ def _over(sample: Sample, layout: _Layout, device: Int64, host: Int64) -> Int64:
 
 def _passes(sample: Sample, layout: _Layout) -> dict[str, Int64]:
     """The passes of every stage in order, and where the outputs of each stand."""
-    order, stages, distinct = sample.order, len(sample.stand_for), min(sample.micro_batches, DISTINCT)
+    order, stages = sample.order, len(sample.stand_for)
     number = {kind: n for n, kind in enumerate(order.kinds)}
-    pieces = np.full((len(layout.labels), len(order.kinds), distinct, sample.chunks), NONE)
     names = np.full((len(order.kinds), sample.chunks), NONE)
-    for program, (labels, first) in enumerate(zip(layout.labels, layout.first_piece, strict=False)):
-        for at, label in enumerate(labels, first):
-            kind, its, chunk = label
-            # An update stands once, whatever the micro-batch that it follows.
-            pieces[program, number[kind], slice(None) if label == sample.update else its, chunk] = at
     for (kind, chunk), known in layout.names.items():
         names[number[kind], chunk] = known
     stage = np.repeat(np.arange(stages), np.diff(order.at))
-    last = order.micro_batch == sample.micro_batches - 1
-    which = np.where(last, distinct - 1, np.minimum(order.micro_batch, 1))
-    piece = pieces[np.array(sample.stand_for, np.int64)[stage], order.kind, which, order.chunk]
+    pieces = [
+        {label: at for at, label in enumerate(labels, first)}
+        for labels, first in zip(layout.labels, layout.first_piece, strict=False)
+    ]
+    piece = order.of_pieces(pieces, sample.stand_for, sample.chunks, sample.update)
     # A pass may have nothing to do, as the update of a step without an optimizer.
     does = np.flatnonzero(piece >= 0)
     piece, stage, micro_batch = piece[does], stage[does], order.micro_batch[does]

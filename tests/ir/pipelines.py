@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,12 +18,17 @@ from echograph.simulator.tasks import expand
 FORWARD, BACKWARD = 1000, 2000
 
 
-def tied_step(layers: int, *, clip: bool = False, skip: bool = False) -> StepGraph:
-    """Embedding and head share their weight; `skip` adds the embedding to what the head reads."""
+def tied_step(layers: int, *, clip: bool = False, skip: bool = False, rows: Sequence[int] = ()) -> StepGraph:
+    """Embedding and head share their weight; `skip` adds the embedding to what the head reads.
+
+    With `rows`, weights of layers have so many, and layers of which they differ are none of one block.
+    """
     b = GraphBuilder(name="tied")
 
-    def tensor(name: str, role: TensorRole = TensorRole.ACTIVATION, alias_of: int | None = None) -> int:
-        return b.tensor(name, (8, 16), DType.FP32, role, alias_of=alias_of)
+    def tensor(
+        name: str, role: TensorRole = TensorRole.ACTIVATION, alias_of: int | None = None, rows: int = 8
+    ) -> int:
+        return b.tensor(name, (rows, 16), DType.FP32, role, alias_of=alias_of)
 
     def op(name: str, module: str, phase: Phase, reads: tuple[int, ...], made: int, forward: int | None) -> int:
         return b.compute(
@@ -34,18 +40,18 @@ def tied_step(layers: int, *, clip: bool = False, skip: bool = False) -> StepGra
         made = tensor(name)
         return made, op(name, module, Phase.FORWARD, reads, made, None)
 
-    def backward(name: str, module: str, of: int, *reads: int, gradient_of: str = "") -> int:
+    def backward(name: str, module: str, of: int, *reads: int, gradient_of: str = "", rows: int = 8) -> int:
         role = TensorRole.GRADIENT if gradient_of else TensorRole.ACTIVATION
-        made = tensor(f"{gradient_of}.grad" if gradient_of else name, role)
+        made = tensor(f"{gradient_of}.grad" if gradient_of else name, role, rows=rows)
         op(name, module, Phase.BACKWARD, reads, made, of)
         return made
 
     tokens, shared = tensor("tokens", TensorRole.INPUT), tensor("shared.weight", TensorRole.PARAMETER)
     mask, _ = forward("aten.triu", "", tokens)
     embedded, embed = forward("aten.embedding", "embed", shared, tokens)
-    x, done = embedded, []
+    x, done, of_layer = embedded, [], [*rows] or [8] * layers
     for layer in range(layers):
-        weight = tensor(f"h.{layer}.weight", TensorRole.PARAMETER)
+        weight = tensor(f"h.{layer}.weight", TensorRole.PARAMETER, rows=of_layer[layer])
         y, at = forward("aten.mm", f"h.{layer}", x, weight, mask)
         done.append((layer, x, weight, at))
         x = y
@@ -58,9 +64,8 @@ def tied_step(layers: int, *, clip: bool = False, skip: bool = False) -> StepGra
     updates = []
     for layer, x, weight, at in reversed(done):
         name = f"h.{layer}.weight"
-        updates.append(
-            (f"h.{layer}", name, weight, backward("aten.mm", f"h.{layer}", at, gradient, x, gradient_of=name))
-        )
+        of_weight = backward("aten.mm", f"h.{layer}", at, gradient, x, gradient_of=name, rows=of_layer[layer])
+        updates.append((f"h.{layer}", name, weight, of_weight))
         gradient = backward("aten.mm", f"h.{layer}", at, gradient, weight)
     if skip:
         gradient = backward("aten.add", "", embed, gradient, d_skip)
@@ -71,7 +76,8 @@ def tied_step(layers: int, *, clip: bool = False, skip: bool = False) -> StepGra
     if clip:
         b.compute("aten._foreach_norm", phase=Phase.OPTIMIZER, inputs=[g for *_, g in updates], outputs=(norm,))
     for module, name, weight, grad in reversed(updates):
-        new = tensor(name, TensorRole.PARAMETER, weight)
+        its = of_layer[int(module[2:])] if module.startswith("h.") else 8
+        new = tensor(name, TensorRole.PARAMETER, weight, its)
         op("aten.sgd_", module, Phase.OPTIMIZER, (weight, grad, *((norm,) if clip else ())), new, None)
     return Fold()(b.build(StepGraph))
 

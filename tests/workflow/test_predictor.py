@@ -15,7 +15,7 @@ from echograph.errors import EchoError
 from echograph.ir import serde
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.base import run, split_at_job
-from echograph.simulator.engine import composed
+from echograph.ir.passes.pipeline.alike import NotAlike
 from echograph.workflow.plan import Plan, passes
 from echograph.workflow.predict import predict
 from echograph.workflow.predictor import Predictor
@@ -174,7 +174,7 @@ def test_what_a_step_is_laid_out_of_is_known_for_other_sizes_and_counts() -> Non
         plan = Plan(gpus=4 * dp, pp=4, zero=1, global_batch=size * dp * count)
         whole, _ = predict(graph("llama"), plan, System("dgx-h100"), memory=False)
         assert once._step(plan).step_ps == whole.step_ps
-    few, many = (len(its.labels[0]) for its in once._layouts.values() if not isinstance(its, composed.NotAlike))
+    few, many = (len(its.labels[0]) for its in once._layouts.values() if not isinstance(its, NotAlike))
     assert len(once._layouts) == 2 and {few, many} == {2 * 2 + 1, 2 * 3 + 1}
 
 
@@ -193,7 +193,7 @@ def test_stages_that_were_written_are_in_no_cycle() -> None:
 
 def test_what_cannot_be_put_together_is_refused() -> None:
     plan = Plan(gpus=4, pp=2, vpp=2, ep=2, global_batch=16, overlap_moe_expert_parallel_comm=True)
-    with pytest.raises(composed.NotAlike, match="pairs"):
+    with pytest.raises(NotAlike, match="pairs"):
         predictor("mixtral")._step(plan)
     whole, _ = predict(graph("mixtral"), plan, System("dgx-h100"), memory=False)
     assert predictor("mixtral").predict(plan, memory=False, interval=False).step_ps == whole.step_ps

@@ -33,6 +33,7 @@ from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
 from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import Axis, JobGraph, StepGraph, kept
 from echograph.ir.passes.model import adds_up, axes_group, final_gradients
+from echograph.ir.passes.pipeline.alike import AXIS, DISTINCT, StageNames
 from echograph.ir.passes.pipeline.placement import (
     OptimizerPlacer,
     Partition,
@@ -247,6 +248,8 @@ class PipelineContext:
         group: the group of the stages.
         shared: for every gradient that chunks share, the group that all-reduces it; None where two exchange it.
         sharers: ranks that send a share each of what crosses between chunks, as all of them have it.
+        names: patterns of what depends on the stage in names, where stages stand for others.
+        lost: ids of operations that are named, and of layers for which others stand.
     """
 
     graph: StepGraph
@@ -260,8 +263,10 @@ class PipelineContext:
     group: int
     shared: dict[int, int | None]
     sharers: int = 1
+    names: StageNames | None = None
     _tensors: dict[int, t.Tensor] = field(default_factory=dict, init=False)
     _calls: dict[int, list[tuple[int, Call]]] = field(default_factory=dict, init=False)
+    lost: list[int] = field(default_factory=list, init=False)
 
     def tensor(self, row: int) -> t.Tensor:
         """A tensor of the step."""
@@ -319,10 +324,26 @@ class PipelineContext:
         return source is None or self.runs(stage, source) or self.is_flag(tensor)
 
     def of_stages(self, stages: Container[int]) -> PipelineContext:
-        """The same with the layers of some stages alone."""
-        at = self.where.stage
+        """The same with the layers of some stages alone, which stand for others."""
+        at, first = self.where.stage, dict[tuple[int, int], int]()
+        for (block, instance), chunk in self.placement.instances.items():
+            first.setdefault((chunk, block), instance)
         written = {layer for layer, chunk in self.placement.instances.items() if at(chunk) in stages}
-        return replace(self, layers=Layers(self.graph, self.parts, self.leading_layers, written))
+        labels = {
+            number: tuple(instance.label for instance in block.instances)
+            for number, block in enumerate(self.graph.blocks)
+        }
+        return replace(
+            self,
+            layers=Layers(self.graph, self.parts, self.leading_layers, written),
+            names=StageNames(first=first, labels=labels),
+        )
+
+    def label(self, chunk: int, block: int, instance: int) -> str:
+        """The label of a layer, as a chunk names it."""
+        if self.names is None:
+            return self.graph.blocks[block].instances[instance].label
+        return self.names.layer(chunk, block, instance, self.placement.instances[block, instance])
 
     def stages_alike(self) -> list[int]:
         """For every stage the first that does the same on layers of its own, as far from the stages around it.
@@ -361,10 +382,17 @@ class PipelineContext:
             chunk = placement.instances[block, instance]
             return block, chunk - number, instance - base.get((number, block), base[chunk, block]), row
 
+        def op_place(op: int) -> tuple[int, ...]:
+            block, instance, row = graph.locate_op(op)
+            if not block:
+                return (row,)
+            chunk = placement.instances[block, instance]
+            return block, chunk - number, instance - base.get((number, block), base[chunk, block]), row
+
         def instances() -> Iterator[object]:
             for layer in layers:
                 its, where = graph.blocks[layer[0]].instances[layer[1]], self.layers.of[layer][0]
-                yield layer[0], where.leads, tuple(map(place, its.bindings))
+                yield layer[0], where.leads, tuple(map(place, its.bindings)), tuple(map(op_place, its.op_bindings))
 
         up, down = self.routes.up, self.routes.down
         below = down[number - 1 : number] if number else ()
@@ -400,7 +428,7 @@ class PipelineContext:
         return source is not None and self.parts[source[2]] == PipelinePhase.UPDATE
 
 
-AXIS, TENSOR = "pp", "tp"
+TENSOR = "tp"
 EXCHANGE = "ep.all_to_all"
 """Name of what takes rows to experts, or home."""
 
@@ -810,8 +838,7 @@ class Chunk:
         graph = self.plan.graph
         block, instance, row = graph.locate_tensor(tensor)
         value = self.plan.tensor(row)
-        label = graph.blocks[block].instances[instance].label
-        name = value.name.replace("{}", label) if block else value.name
+        name = value.name.replace("{}", self.plan.label(self.number, block, instance)) if block else value.name
         shape = self.shapes.get(tensor, value.shape)
         return value if (name, shape) == (value.name, value.shape) else replace(value, name=name, shape=shape)
 
@@ -876,8 +903,6 @@ def _untouched(graph: StepGraph) -> Iterator[int]:
 
 
 MAX_STAGES = 4096
-DISTINCT_MICRO_BATCHES = 3
-"""The first, those between, and the last: gradients are not added yet, added, or added and reduced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -889,12 +914,14 @@ class StagesAlike:
         labels: for each program, the pass that each of its calls is of; `UPDATE` for the optimizer's.
         stand_for: for every stage of the pipeline, the stage that stands for it.
         sized: the job for any step of the same structure; None where that is not known.
+        names: of what depends on the stage in names; None where one of them is lost.
     """
 
     job: JobGraph
     labels: list[list[PassLabel]]
     stand_for: tuple[int, ...]
     sized: Sized | None
+    names: StageNames | None
 
     def of_step(self, step: StepGraph) -> StagesAlike:
         """The same of another step of the structure of the one that it was made of (`ir.structure`)."""
@@ -966,7 +993,7 @@ class Pipeline:
         stages = sorted(set(chosen))
         plan = plan.of_stages(stages)
         chunks = _write(plan, builder, stages)
-        count = min(self.micro_batches, DISTINCT_MICRO_BATCHES)
+        count = min(self.micro_batches, DISTINCT)
         kinds: tuple[Computation, ...] = ("backward", "weight") if self.schedule in SPLIT else ("backward",)
         labels = []
         for stage in stages:
@@ -984,7 +1011,8 @@ class Pipeline:
         sized = Sized.of(graph, job, *_origins(plan, job, chunks), counted=counted)
         for chunk in chunks:  # those that name each other stay until Python looks for cycles, and many are made
             chunk.siblings.clear()
-        return StagesAlike(job=job, labels=labels, stand_for=tuple(chosen), sized=sized)
+        names = None if plan.lost else plan.names
+        return StagesAlike(job=job, labels=labels, stand_for=tuple(chosen), sized=sized, names=names)
 
     @property
     def where(self) -> ChunkOrder:
@@ -1150,9 +1178,8 @@ def _write(plan: PipelineContext, builder: GraphBuilder, stages: Container[int])
     for number in range(1, plan.placement.chunks):
         if plan.where.stage(number) not in stages:
             continue
-        chunks.append(
-            Chunk(plan=plan, number=number, builder=builder, block=builder.begin_block(f"main.{number}"))
-        )
+        name = str(number) if plan.names is None else plan.names.chunk(number)
+        chunks.append(Chunk(plan=plan, number=number, builder=builder, block=builder.begin_block(f"main.{name}")))
         chunks[-1].write()
     for chunk in chunks:
         chunk.siblings += (c for c in chunks if c.stage == chunk.stage and c is not chunk)
@@ -1197,18 +1224,45 @@ def _bind(plan: PipelineContext, builder: GraphBuilder, chunks: list[Chunk]) -> 
             chunk = by_number[plan.placement.instances[made.block, index]]
             builder.instance(
                 made.number,
-                instance.label,
+                plan.label(chunk.number, made.block, index),
                 bindings=[chunk.new_id(tensor) for tensor in instance.bindings],
-                op_bindings=[_op_id(plan, by_number, chunk.number, op) for op in instance.op_bindings],
+                op_bindings=[
+                    _op_id(plan, by_number, chunk.number, op, ((made.block, index), at))
+                    for at, op in enumerate(instance.op_bindings)
+                ],
             )
 
 
-def _op_id(plan: PipelineContext, chunks: dict[int, Chunk], number: int, op: int) -> int:
-    """The id in the job of an operation of the step; of its copy on the same chunk, if there is one."""
+def _op_id(
+    plan: PipelineContext,
+    chunks: dict[int, Chunk],
+    number: int,
+    op: int,
+    named: tuple[BlockInstance, int] | None = None,
+) -> int:
+    """The id in the job of an operation of the step; of its copy on the same chunk, if there is one.
+
+    Args:
+        plan: what all chunks have in common.
+        chunks: those that are written.
+        number: of the chunk that names it.
+        op: the operation.
+        named: the layer that does, and which of those that it names it is; None: the chunk does.
+    """
     block, instance, row = plan.graph.locate_op(op)
     if block:
-        # Of a layer that is not written, as another stage stands for its own, only the name is lost.
-        return plan.layers.op_id((block, instance), row) if (block, instance) in plan.layers.of else 0
+        where = plan.where.stage
+        its = plan.placement.instances[block, instance]
+        if named is not None and plan.names is not None and where(its) != where(number):
+            # The layer that it is of is another one for each stage: this stands for it.
+            plan.names.note(number, *named, (block, instance), its)
+            (block, instance), _ = named
+            if block == plan.graph.locate_op(op)[0]:
+                return plan.layers.op_id((block, instance), row)
+        elif (block, instance) in plan.layers.of:
+            return plan.layers.op_id((block, instance), row)
+        plan.lost.append(op)
+        return 0
     runs = plan.placement.ops[row] & chunks.keys()
     chunk = chunks[number if number in runs else min(runs)]
     return chunk.first_op_id + chunk.ops[row] - chunk.written.start
@@ -1228,9 +1282,9 @@ def _gradients(plan: PipelineContext, chunk: Chunk) -> list[tuple[Tensor, str, i
         block = int(graph.block_of_op[graph.maker[row]])
         if block:
             # Of a layer all is as in the step; only the name has its label.
-            value, instances = replace(plan.tensor(row), role=TensorRole.GRADIENT), graph.blocks[block].instances
+            value = replace(plan.tensor(row), role=TensorRole.GRADIENT)
             for instance in places.get(block, ()):
-                name = value.name.replace("{}", instances[instance].label)
+                name = value.name.replace("{}", plan.label(chunk.number, block, instance))
                 found.append((value, name, chunk.new_id(graph.tensor_id(block, instance, row))))
             continue
         if (chunk.number, row) in placement.shares:

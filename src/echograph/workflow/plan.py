@@ -17,7 +17,7 @@ import numpy as np
 from echograph.errors import InputError, UnknownNameError, UsageError
 from echograph.ir.graph import Graph, JobGraph, StepGraph, Workload
 from echograph.ir.passes import PASSES
-from echograph.ir.passes.base import Note, Pass, run
+from echograph.ir.passes.base import Note, Pass, run, split_at_job
 from echograph.ir.passes.kernels import PADDED, SUFFIX
 from echograph.ir.passes.pipeline.schedules import TURNING
 from echograph.ir.types import Attention, DType, Gemm
@@ -41,6 +41,8 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 """Mesh axes in Megatron's order: neighbours first."""
 ZERO_STAGES = (0, 1, 2, 3)
 MAX_BYTES = 64 * 1024
+MOST_APART = 3
+"""Stages of which none stands for another: the first and the last do not, and one is left."""
 """Of a plan file."""
 
 
@@ -563,7 +565,15 @@ def apply(
         PlanError: the plan does not fit the model.
     """
     # The passes of a plan end in a builder, which verifies; a list may hold anyone's.
-    made = run(graph, _passes_of(graph, plan, cluster), verify=bool(plan.passes), note=note)
+    chosen = _passes_of(graph, plan, cluster)
+    if isinstance(graph, StepGraph) and not plan.passes and plan.pp > MOST_APART:
+        from echograph.workflow.shared import SharedJobs
+
+        before, rest = split_at_job(chosen)
+        step = run(graph, before, to=StepGraph, verify=False, note=note)
+        made: StepGraph | JobGraph = SharedJobs().job(step, rest)
+    else:
+        made = run(graph, chosen, verify=bool(plan.passes), note=note)
     if note is not None and isinstance(graph, StepGraph):
         for line in without_effect(plan, cluster):
             note(line)

@@ -9,24 +9,18 @@ size and placement are timed once for all plans. What of a job cannot be put tog
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import cache, lru_cache
+from functools import cache
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 from echograph.errors import EchoError
 from echograph.ir.graph import JobGraph, StepGraph
-from echograph.ir.passes.base import Pass, pass_text, run, split_at_job
-from echograph.ir.passes.data_parallel import DataParallel, ReplicasAlike
-from echograph.ir.passes.fully_shard import FullyShard
-from echograph.ir.passes.mesh import MeshOrder
+from echograph.ir.passes.base import Pass, split_at_job
 from echograph.ir.passes.model import MICRO_BATCH_AXES
-from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, StagesAlike
-from echograph.ir.passes.pipeline.schedules import order
-from echograph.ir.passes.rewrite import UPDATE, PassLabel
-from echograph.ir.structure import structure
+from echograph.ir.passes.pipeline.alike import NotAlike
 from echograph.profiler.costs.estimate import KnownCosts
 from echograph.simulator.durations import NetworkModel, message_ps
 from echograph.simulator.engine import composed
@@ -36,21 +30,8 @@ from echograph.workflow import plan as plans
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import on_system, predict, simulate
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.shared import SharedSteps
+from echograph.workflow.shared import SharedJobs, SharedSteps
 from echograph.workflow.system import System
-
-
-@lru_cache(64)
-def _order(schedule: str, stages: int, micro_batches: int, chunks: int) -> composed.PassOrder:
-    passes = [order(schedule, stage, stages, micro_batches, chunks) for stage in range(stages)]
-    return composed.PassOrder.of(passes, UPDATE)
-
-
-@lru_cache(64)
-def _alone(micro_batches: int) -> composed.PassOrder:
-    """The order without a pipeline, where what is called forward is a whole pass."""
-    passes: list[PassLabel] = [("forward", micro_batch, 0) for micro_batch in range(micro_batches)]
-    return composed.PassOrder.of([passes], UPDATE)
 
 
 class StepResult(Result):
@@ -84,6 +65,7 @@ class Predictor:
 
     Attributes:
         steps: what passes leave of the graph.
+        jobs: what passes make of that.
     """
 
     def __init__(self, graph: StepGraph, system: System, scenario: Scenario | None = None) -> None:
@@ -91,9 +73,7 @@ class Predictor:
         self.system = system
         self.scenario = scenario or Scenario()
         self.steps = SharedSteps(graph)
-        self._stages: dict[tuple[str, ...], StagesAlike] = {}
-        self._structures: dict[Hashable, StagesAlike] = {}
-        self._replicas: dict[Hashable, tuple[ReplicasAlike, ...]] = {}
+        self.jobs = SharedJobs()
         self._network = NetworkModel(system.cluster)
         self._costs = KnownCosts()
         self._layouts: composed.KnownLayouts = {}
@@ -115,7 +95,7 @@ class Predictor:
         try:
             with _uncollected():
                 return self._step(plan)
-        except (composed.NotAlike, EchoError):
+        except (NotAlike, EchoError):
             return self._whole(plan, memory)
 
     def _whole(self, plan: Plan, memory: bool) -> Result:
@@ -123,8 +103,7 @@ class Predictor:
         if plan.passes or not isinstance(self.graph, StepGraph):
             return predict(self.graph, plan, self.system, self.scenario, memory=memory)[0]
         step, rest = self._shared(plan)
-        job = run(run(step, rest, verify=False), (), to=JobGraph)
-        return simulate(job, self.system, self.scenario, plan=plan, memory=memory)
+        return simulate(self.jobs.job(step, rest), self.system, self.scenario, plan=plan, memory=memory)
 
     def _shared(self, plan: Plan) -> tuple[StepGraph, tuple[Pass, ...]]:
         """The step that the passes of a plan leave before they make a job of it, and those that do."""
@@ -139,13 +118,13 @@ class Predictor:
             EchoError: as `predict`.
         """
         if plan.passes or self.system.profile is not None or self.system.cluster.slow_nodes:
-            raise composed.NotAlike("the whole job is simulated")
+            raise NotAlike("the whole job is simulated")
         step, rest = self._shared(plan)
-        sample = self._sample(step, rest)
+        sample = self.jobs.sample(step, rest)
         stack = plan.stack or sample.job.workload.stack
         job, host, sms = on_system(sample.job, stack, self.system, self._costs)
         if host.threads or host.blocking:
-            raise composed.NotAlike("the host works on threads, or waits for every launch")
+            raise NotAlike("the host works on threads, or waits for every launch")
         cluster = self.system.cluster
         roles = timed(job, cluster, host, sms=sms, network=self._network)
         job, times = roles.job, roles.times
@@ -166,90 +145,6 @@ class Predictor:
         whole = replace(sample, job=job)
         picoseconds = composed.step_ps(whole, times.picoseconds, roles.issue, message, self._layouts)
         return self._result(plan, job, stack, picoseconds, sample.micro_batches)
-
-    def _sample(self, step: StepGraph, rest: Sequence[Pass]) -> composed.Sample:
-        """The passes of a job that differ, and their order.
-
-        Raises:
-            NotAlike: its passes are not known to be alike.
-            PlanError: the plan does not fit the model.
-        """
-        first, *others = rest
-        if isinstance(first, Pipeline) and others and isinstance(data := others.pop(0), DataParallel | FullyShard):
-            alike = self._alike(step, first)
-            if alike.sized is None:
-                job, labels = data.labelled(alike.job, alike.labels)
-            else:
-                job, labels = self._replicated(alike.job, alike.labels, _like(step, first), data)
-            places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
-            count, chunks = first.micro_batches, first.chunks
-            order_of = _order(first.schedule, first.stages, count, chunks)
-            stand_for = [places[stage] for stage in alike.stand_for]
-        elif isinstance(first, DataParallel | FullyShard):
-            count, chunks, stand_for = first.micro_batches, 1, [0]
-            few = replace(first, micro_batches=min(count, DISTINCT_MICRO_BATCHES))
-            job, labels = self._replicated(step, None, structure(step), few)
-            order_of = _alone(count)
-        else:
-            raise composed.NotAlike("the job is not of a pipeline or of data parallelism alone")
-        for one in others:
-            if not isinstance(one, MeshOrder):
-                raise composed.NotAlike(f"pass {one.name} wants the whole job")
-            job = one.ordered(job)
-        return composed.Sample(
-            job=job,
-            labels=labels,
-            stand_for=stand_for,
-            order=order_of,
-            micro_batches=count,
-            chunks=chunks,
-            update=UPDATE,
-        )
-
-    def _alike(self, step: StepGraph, pipeline: Pipeline) -> StagesAlike:
-        """The stages of a pipeline that differ: the same ones for any number of micro-batches beyond a few.
-
-        Raises:
-            NotAlike: forward and backward passes run in pairs, or chunks turn back.
-            PlanError: the plan does not fit the model.
-        """
-        if pipeline.overlap_experts:
-            raise composed.NotAlike("forward and backward passes run in pairs")
-        if pipeline.where.turns:
-            raise composed.NotAlike("chunks turn back at the last stage")
-        pipeline.check(step)
-        like = _like(step, pipeline)
-        key = (*step.passes, like[1])
-        if (known := self._stages.get(key)) is not None:
-            return known
-        before = self._structures.get(like)
-        if before is not None:
-            return _keep(self._stages, key, before.of_step(step), MOST_STAGES)
-        found = pipeline.alike(step)
-        if found.sized is not None:
-            _keep(self._structures, like, found)
-        return _keep(self._stages, key, found, MOST_STAGES)
-
-    def _replicated(
-        self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None, like: Hashable,
-        data: DataParallel | FullyShard,
-    ) -> tuple[JobGraph, list[list[PassLabel]]]:  # fmt: skip
-        """A graph over data-parallel ranks, and what its calls are of: once for all sizes that decide alike.
-
-        Args:
-            graph: a step, or the stages of a pipeline.
-            labels: of the stages, what their calls are of.
-            like: what the graph is but for its sizes.
-            data: the pass.
-        """
-        key = like, pass_text(data.few())
-        before = self._replicas.get(key, ())
-        for known in before:
-            if (job := known.of_graph(graph, data)) is not None:
-                return job, known.labels
-        found = data.alike(graph, labels)
-        _keep(self._replicas, key, (*before, found))
-        return found.job, found.labels
 
     def _result(self, plan: Plan, job: JobGraph, stack: str, step_ps: int, micro_batches: int) -> Result:
         replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
@@ -286,25 +181,3 @@ def _uncollected() -> Iterator[None]:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
-
-
-def _like(step: StepGraph, pipeline: Pipeline) -> tuple[Hashable, str]:
-    """What the stages of a pipeline depend on but for their sizes."""
-    count = min(pipeline.micro_batches, DISTINCT_MICRO_BATCHES)
-    return structure(step), pass_text(replace(pipeline, micro_batches=count))
-
-
-MOST_KEPT = 512
-"""What passes made of structures that a predictor keeps: some hundred kilobytes each, and as many milliseconds."""
-MOST_STAGES = 64
-"""Stages of steps that it keeps, each of which takes a millisecond to make again."""
-_Key = TypeVar("_Key")
-Kept = TypeVar("Kept")
-
-
-def _keep(known: dict[_Key, Kept], key: _Key, value: Kept, most: int = MOST_KEPT) -> Kept:
-    """Keeps a graph, in place of the one that was kept first where there are many."""
-    if key not in known and len(known) >= most:
-        del known[next(iter(known))]
-    known[key] = value
-    return value
