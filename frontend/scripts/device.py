@@ -81,16 +81,6 @@ _REMEDIES = (
         "it compiles kernels of its own for a GPU, into which a capture cannot look: the script is captured only "
         "where it takes PyTorch's own operators in their place",
     ),
-    (
-        r"FlashAttention-?\d? (has been|is) toggled on",
-        "Transformers asks for the installed package, for which nothing can stand in: give attn_implementation "
-        "'sdpa', which is PyTorch's own",
-    ),
-    (
-        r"undefined, but still allreduced",
-        "with find_unused_parameters a capture takes all parameters for used: freeze those that get no gradient "
-        "(requires_grad_(False)) before DistributedDataParallel",
-    ),
     (r"active drivers|[Tt]riton", f"a Triton kernel {_OPERATOR}"),
     (r"lib(cuda|cudart|cublas|cudnn|nccl|nvrtc|nvidia-ml)\w*[.\d]*\.so|NVML|nvml|nvidia-ml|no NVIDIA", _DRIVER),
     (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs", _NOT_ANSWERED),
