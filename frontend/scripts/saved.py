@@ -1,12 +1,14 @@
 """What a script saves and loads: kept in memory by the file's name, since there are no values to write.
 
-Of a file of safetensors, which others wrote, shapes and types are read.
+Of a checkpoint that all ranks write (`torch.distributed.checkpoint`) nothing is kept: who loads one that the run
+saved gets the tensors that are to take it. Of a file of safetensors shapes and types are written and read.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -25,7 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from echograph.errors import CaptureError
-from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.opened import listening
 
 
@@ -39,6 +41,7 @@ class Saved:
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._kept: dict[str | bytes, Any] = {}
+        self._checkpoints: set[str] = set()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -50,6 +53,9 @@ class Saved:
             stack.enter_context(patched(torch, "load", self._loading))
             stack.enter_context(patched(FakeTensor, "__reduce_ex__", _by_number))
             stack.callback(_PICKLED.clear)
+            if importlib.util.find_spec("safetensors") is not None:
+                stack.enter_context(headers_alone(files))
+            stack.enter_context(once_imported(f"{_CHECKPOINT}.state_dict_saver", self._of_all_ranks))
             stack.enter_context(listening(files.opening))
             yield
 
@@ -89,6 +95,57 @@ class Saved:
 
         return load
 
+    @contextmanager
+    def _of_all_ranks(self) -> Iterator[None]:
+        """In the context, ranks write no checkpoint together, at once or beside the training."""
+        names = ("state_dict_saver", "state_dict_loader", "staging", "_async_thread_executor")
+        saver, loader, staging, beside = (importlib.import_module(f"{_CHECKPOINT}.{name}") for name in names)
+        in_place = beside._ThreadBasedAsyncCheckpointExecutor
+        with (
+            patched(saver, "_save_state_dict", self._saving_all),
+            patched(loader, "_load_state_dict", self._loading_all),
+            patched(staging.DefaultStager, "stage", _as_it_is),
+            patched(staging.BlockingAsyncStager, "stage", _as_it_is),
+            replaced(saver, "_ProcessBasedAsyncCheckpointExecutor", in_place),
+        ):
+            yield
+
+    def _saving_all(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        del original
+
+        def save(state_dict: Any, storage_writer: Any, *_: Any, **__: Any) -> Any:
+            self._note(
+                "torch.distributed.checkpoint writes nothing: there are no values to save, and what ranks tell "
+                "each other to do so is left out"
+            )
+            self._checkpoints.add(_place(storage_writer))
+            metadata: Any = importlib.import_module(f"{_CHECKPOINT}.metadata")
+            return metadata.Metadata(state_dict_metadata=dict.fromkeys(state_dict))
+
+        return save
+
+    def _loading_all(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(state_dict: Any, storage_reader: Any, *args: Any, **kwargs: Any) -> Any:
+            if _place(storage_reader) not in self._checkpoints:
+                return original(state_dict, storage_reader, *args, **kwargs)
+            return None  # the tensors that take what was saved are there
+
+        return load
+
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+
+
+def _place(storage: Any) -> str:
+    """Where a writer or a reader of checkpoints has them."""
+    return str(getattr(storage, "path", "") or getattr(storage, "checkpoint_id", "") or type(storage).__name__)
+
+
+def _as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Brings tensors to the host before they are written, which nobody does."""
+    del original
+    return lambda stager, state_dict, **_: state_dict
+
 
 _PICKLED: dict[int, Tensor] = {}
 """Tensors of a run that were pickled: what is written of each is its number."""
@@ -111,7 +168,7 @@ def _unpickled(number: int) -> Tensor:
 
 
 _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
-_PATH, _COPY, _SAVED = "path", "copy", "saved"
+_PATH, _COPY, _SAVED, _EMPTIED = "path", "copy", "saved", "emptied"
 
 
 def keep_in(folder: Path) -> None:
@@ -151,10 +208,10 @@ class Overwritten:
             with suppress(OSError):
                 shutil.copyfile(path, kept / _COPY)
 
-    def saved(self, name: str) -> None:
-        """A script saves there, and nothing is written."""
+    def saved(self, name: str, *, emptied: bool = False) -> None:
+        """A script saves there, and nothing is written, or what has been emptied of its values."""
         if name in self._known:
-            (self._known[name] / _SAVED).touch()
+            (self._known[name] / (_EMPTIED if emptied else _SAVED)).touch()
 
 
 def put_back(folder: Path) -> None:
@@ -165,7 +222,11 @@ def put_back(folder: Path) -> None:
     """
     for kept in folder.iterdir():
         path = Path((kept / _PATH).read_text())
-        if path.is_file() and (_mark(path) is not None or ((kept / _SAVED).exists() and not path.stat().st_size)):
+        if path.is_file() and (
+            _mark(path) is not None
+            or (kept / _EMPTIED).exists()
+            or ((kept / _SAVED).exists() and not path.stat().st_size)
+        ):
             if (kept / _COPY).exists():
                 shutil.copyfile(kept / _COPY, path)
             else:
@@ -213,12 +274,40 @@ def weights(original: Callable[..., Any]) -> Callable[..., dict[str, Tensor]]:
     return load_file
 
 
+def _header_of(tensors: dict[str, Tensor], metadata: Any) -> bytes:
+    """What a file of safetensors begins with, which is all there is of one here."""
+    names, entries, end = {dtype: name for name, dtype in _SAFE.items()}, dict[str, Any](), 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end],
+        }  # fmt: skip
+    header = json.dumps(({"__metadata__": metadata} if metadata else {}) | entries).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
 @contextmanager
-def headers_alone() -> Iterator[None]:
-    """In the context, of files of safetensors the headers are read; after it all have the old readers again."""
+def headers_alone(files: Overwritten) -> Iterator[None]:
+    """In the context, of files of safetensors the headers are read; after it all have the old readers again.
+
+    A script may read the header of one that it wrote, which is gone after the context, or as it was before.
+    """
     package: Any = importlib.import_module("safetensors")
     original = package.safe_open
-    with patched(importlib.import_module("safetensors.torch"), "load_file", weights):
+
+    def writing(save: Callable[..., Any]) -> Callable[..., None]:
+        del save
+
+        def save_file(tensors: dict[str, Tensor], filename: Any, metadata: Any = None) -> None:
+            name = str(Path(filename).absolute())
+            files.opening(name, "w")
+            files.saved(name, emptied=True)
+            Path(filename).write_bytes(_header_of(tensors, metadata))
+
+        return save_file
+
+    of_tensors = importlib.import_module("safetensors.torch")
+    with patched(of_tensors, "load_file", weights), patched(of_tensors, "save_file", writing):
         _hand_out(original, Opened)
         try:
             yield

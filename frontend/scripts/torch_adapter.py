@@ -40,7 +40,7 @@ from echograph.frontend.scripts.collectives import coalesced
 from echograph.frontend.scripts.host_work import batched, compiled
 from echograph.frontend.scripts.places import mark, put_there
 from echograph.frontend.scripts.recorder import REGION, ScriptRecorder
-from echograph.frontend.scripts.saved import Saved, headers_alone
+from echograph.frontend.scripts.saved import Saved
 from echograph.frontend.scripts.values import line_of_script
 from echograph.frontend.scripts.world import World
 from echograph.ir.passes.fuse import COMPILED, KernelRegion
@@ -180,8 +180,6 @@ class TorchAdapter(Adapter):
             # It draws until all values are within bounds, which without values is for ever.
             enter(patched(torch.nn.init, "_no_grad_trunc_normal_", lambda _: lambda tensor, *_, **__: tensor))
             enter(Saved(recorder.note).installed())
-            if importlib.util.find_spec("safetensors") is not None:
-                enter(headers_alone())
             for name, hooks in _LATER.items():
                 enter(once_imported(name, partial(hooks, world, recorder)))
             enter(once_imported("torch.distributed.pipelining", partial(self._stages.installed, recorder)))
