@@ -317,9 +317,12 @@ def _one_part(_: Any, inputs: tuple[Any, ...], named: dict[str, Any], *__: Any) 
 
 def _answers(world: World) -> dict[Any, dict[str, Any]]:
     shared = _of_every_device(world)
+    of_cuda = shared | _of_cuda(world)
     marks = dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _nothing)
     return {
-        torch.cuda: shared | _of_cuda(world),
+        torch.cuda: of_cuda,
+        torch.cuda.random: of_cuda,  # whose names `torch.cuda` has, too, as of the next
+        torch.cuda.memory: of_cuda | {"_record_memory_history": _nothing, "_dump_snapshot": _nothing},
         torch.accelerator: shared
         | {
             "current_accelerator": lambda *_, **__: torch.device("cuda"),
@@ -334,7 +337,6 @@ def _answers(world: World) -> dict[Any, dict[str, Any]]:
         torch.cuda.nvtx: marks,
         torch.cuda.profiler: {"start": _nothing, "stop": _nothing},
         torch.cuda.nccl: {"version": lambda: _NCCL, "is_available": lambda *_: True},
-        torch.cuda.memory: {"_record_memory_history": _nothing, "_dump_snapshot": _nothing},
         torch.version: {"cuda": _CUDA},
         torch.distributed: {"is_nccl_available": lambda: True},
     }
@@ -388,7 +390,17 @@ def _of_cuda(world: World) -> dict[str, Any]:
         "memory_snapshot": lambda *_, **__: [],
         "reset_max_memory_allocated": _nothing,
         "reset_accumulated_memory_stats": _nothing,
+        "reset_max_memory_cached": _nothing,
+        "reset_peak_host_memory_stats": _nothing,
+        "reset_accumulated_host_memory_stats": _nothing,
         "set_per_process_memory_fraction": _nothing,
+        "get_per_process_memory_fraction": lambda *_: 1.0,
+        "get_allocator_backend": lambda: "native",
+        "set_sync_debug_mode": _nothing,
+        "get_sync_debug_mode": _zero,
+        "initial_seed": lambda: torch.random.initial_seed(),
+        **dict.fromkeys(("device_memory_used", "memory_usage", "utilization"), _zero),  # nobody uses it
+        **dict.fromkeys(("temperature", "power_draw", "clock_rate"), _zero),
         "is_current_stream_capturing": lambda: False,
         "Stream": CapturedStream,
         "Event": CapturedEvent,

@@ -1,4 +1,4 @@
-"""What a script saves and loads: kept in memory by the file's name, since there are no values to write.
+"""What a script saves and loads: kept in memory, since there are no values to write, and a mark in its file.
 
 Of a checkpoint that all ranks write (`torch.distributed.checkpoint`) nothing is kept: who loads one that the run
 saved gets the tensors that are to take it. Of a file of safetensors shapes and types are written and read.
@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ class Saved:
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
-        self._kept: dict[str | bytes, Any] = {}
+        self._kept: dict[bytes, Any] = {}
         self._checkpoints: set[str] = set()
 
     @contextmanager
@@ -49,28 +48,27 @@ class Saved:
         with ExitStack() as stack:
             files = Overwritten(Path(tempfile.mkdtemp(prefix="echograph-saved-", dir=_FOLDER.get())))
             stack.callback(put_back, files.folder)
-            stack.enter_context(patched(torch, "save", partial(self._saving, files)))
+            stack.enter_context(patched(torch, "save", self._saving))
             stack.enter_context(patched(torch, "load", self._loading))
             stack.enter_context(patched(FakeTensor, "__reduce_ex__", _by_number))
             stack.callback(_PICKLED.clear)
             if importlib.util.find_spec("safetensors") is not None:
                 stack.enter_context(headers_alone(files))
             stack.enter_context(once_imported(f"{_CHECKPOINT}.state_dict_saver", self._of_all_ranks))
-            stack.enter_context(listening(files.opening))
+            stack.enter_context(listening(files.opening, files.moving))
             yield
 
-    def _saving(self, files: Overwritten, original: Callable[..., Any]) -> Callable[..., None]:
-        """`torch.save` that keeps what it is given; into a stream without a name it writes what stands for it."""
+    def _saving(self, original: Callable[..., Any]) -> Callable[..., None]:
+        """`torch.save` that keeps what it is given, and writes what stands for it, wherever that goes."""
         del original
 
         def save(obj: Any, f: Any, *_: Any, **__: Any) -> None:
-            self._note("torch.save writes nothing: there are no values to save")
-            if (name := _file(f)) is not None:
-                self._kept[name] = obj
-                files.saved(name)
-            elif hasattr(f, "write"):  # what it writes stands for it, wherever the script takes that
-                mark = _MARK + uuid.uuid4().hex.encode()
-                self._kept[mark] = obj
+            self._note("torch.save writes no values, of which there are none")
+            mark = _MARK + uuid.uuid4().hex.encode()
+            self._kept[mark] = obj
+            if isinstance(f, str | os.PathLike):
+                Path(f).write_bytes(mark)
+            elif hasattr(f, "write"):
                 f.write(mark)
 
         return save
@@ -79,19 +77,16 @@ class Saved:
         """`torch.load` that gives a copy of what the run saved there, and reads all other files."""
 
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            name: str | bytes | None = _file(f)
-            if name not in self._kept:
-                name = _mark(f)
-            if name is None:
+            mark = _mark(f)
+            if mark is None:
                 return original(f, *args, **kwargs)
-            if name not in self._kept:
-                raise CaptureError(
-                    f"{_file(f) or f}: a capture that has ended wrote it, without values: remove it"
-                )
+            if mark not in self._kept:
+                where = f if isinstance(f, str | os.PathLike) else getattr(f, "name", f)
+                raise CaptureError(f"{where}: a capture that has ended wrote it, without values: remove it")
             try:
-                return copy.deepcopy(self._kept[name])
+                return copy.deepcopy(self._kept[mark])
             except (TypeError, RuntimeError, NotImplementedError):  # a process group, a lock
-                return self._kept[name]
+                return self._kept[mark]
 
         return load
 
@@ -168,7 +163,7 @@ def _unpickled(number: int) -> Tensor:
 
 
 _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
-_PATH, _COPY, _SAVED, _EMPTIED = "path", "copy", "saved", "emptied"
+_PATH, _COPY, _EMPTIED = "path", "copy", "emptied"
 
 
 def keep_in(folder: Path) -> None:
@@ -208,10 +203,17 @@ class Overwritten:
             with suppress(OSError):
                 shutil.copyfile(path, kept / _COPY)
 
-    def saved(self, name: str, *, emptied: bool = False) -> None:
-        """A script saves there, and nothing is written, or what has been emptied of its values."""
-        if name in self._known:
-            (self._known[name] / (_EMPTIED if emptied else _SAVED)).touch()
+    def moving(self, path: str, to: str) -> None:
+        """Keeps what lies where a file goes that was written, or a folder with such files."""
+        here, there = Path(path).absolute(), Path(to).absolute()
+        for known in [each for each in map(Path, self._known) if here in (each, *each.parents)]:
+            emptied = (self._known[str(known)] / _EMPTIED).exists()
+            (self.emptied if emptied else self._keep)(there / known.relative_to(here))
+
+    def emptied(self, path: Path) -> None:
+        """A file is about to be written without its values, whatever was there."""
+        self._keep(path.absolute())
+        (self._known[str(path.absolute())] / _EMPTIED).touch()
 
 
 def put_back(folder: Path) -> None:
@@ -222,11 +224,7 @@ def put_back(folder: Path) -> None:
     """
     for kept in folder.iterdir():
         path = Path((kept / _PATH).read_text())
-        if path.is_file() and (
-            _mark(path) is not None
-            or (kept / _EMPTIED).exists()
-            or ((kept / _SAVED).exists() and not path.stat().st_size)
-        ):
+        if path.is_file() and ((kept / _EMPTIED).exists() or _mark(path) is not None):
             if (kept / _COPY).exists():
                 shutil.copyfile(kept / _COPY, path)
             else:
@@ -299,9 +297,7 @@ def headers_alone(files: Overwritten) -> Iterator[None]:
         del save
 
         def save_file(tensors: dict[str, Tensor], filename: Any, metadata: Any = None) -> None:
-            name = str(Path(filename).absolute())
-            files.opening(name, "w")
-            files.saved(name, emptied=True)
+            files.emptied(Path(filename))
             Path(filename).write_bytes(_header_of(tensors, metadata))
 
         return save_file
@@ -388,8 +384,3 @@ class _Slice:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self._file.get_tensor(self._name)[index]
-
-
-def _file(f: Any) -> str | None:
-    name = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
-    return str(Path(os.fspath(name)).absolute()) if isinstance(name, str | os.PathLike) else None

@@ -141,6 +141,42 @@ def test_processes_keep_files_in_one_folder(tmp_path: Path) -> None:
     assert not kept.exists()
 
 
+MOVED = """import os, shutil, torch
+model = torch.nn.Linear(8, 4).cuda()
+torch.save(model.state_dict(), "new.pt")
+assert os.path.getsize("new.pt")
+shutil.copyfile("new.pt", "best.pt")
+os.replace("new.pt", "last.pt")
+os.makedirs("part")
+torch.save({"seen": 3}, "part/model.pt")
+os.rename("part", "whole")
+assert torch.load("whole/model.pt") == {"seen": 3} and torch.load("best.pt")["weight"].shape == (4, 8)
+model.load_state_dict(torch.load("last.pt", weights_only=True))
+try:
+    torch.load("new.pt")
+except FileNotFoundError:
+    pass
+else:
+    raise SystemExit(5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.ones(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_what_is_saved_is_copied_and_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(MOVED)
+    for name in ("last.pt", "best.pt"):
+        (tmp_path / name).write_bytes(b"a day's training")
+    assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded
+    files = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()}
+    assert files == {"last.pt", "best.pt", "train.py"}
+    assert {(tmp_path / name).read_bytes() for name in ("last.pt", "best.pt")} == {b"a day's training"}
+
+
 TOGETHER = """import torch, torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
