@@ -50,6 +50,7 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
     wanted = {name: make for name, make in on_demand.items() if _is_missing(name)}
     finders: list[MetaPathFinder] = [parts, apex.Wanted(wanted), _Installed(made)]
     sys.meta_path += finders
+    _ask_anew()
     try:
         with (
             once_imported(_LOSSES, partial(_by_pytorch, note)),
@@ -59,6 +60,7 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
     finally:
         for finder in finders:
             sys.meta_path.remove(finder)
+        _ask_anew()
         missing += wanted
         for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
             del sys.modules[name]
@@ -119,6 +121,14 @@ class _Parts(Loader, MetaPathFinder):
 
     def exec_module(self, module: ModuleType) -> None:
         """It is complete."""
+
+
+def _ask_anew() -> None:
+    """Transformers forgets what it knows of packages and devices, if it was imported where there are others."""
+    asking = sys.modules.get("transformers.utils.import_utils")
+    for function in list(vars(asking).values()) if asking is not None else ():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 class _StoodIn(Distribution):

@@ -56,7 +56,11 @@ def test_flash_attention_where_transformers_looks_for_it(
     tmp_path: Path, mask: str, kernels: dict[tuple[int, ...], int]
 ) -> None:
     pytest.importorskip("transformers")
+    from transformers.utils import is_flash_attn_2_available
+
+    assert not is_flash_attn_2_available()  # which it remembers
     run = ran(tmp_path, LLAMA.format(mask=mask))
+    assert not is_flash_attn_2_available()
     assert attention(run) == kernels
     assert not any("sdpa" in note for note in run.recorder.notes)
 
