@@ -81,16 +81,6 @@ _REMEDIES = (
         "it compiles kernels of its own for a GPU, into which a capture cannot look: the script is captured only "
         "where it takes PyTorch's own operators in their place",
     ),
-    (
-        r"FlashAttention-?\d? (has been|is) toggled on",
-        "Transformers asks for the installed package, for which nothing can stand in: give attn_implementation "
-        "'sdpa', which is PyTorch's own",
-    ),
-    (
-        r"undefined, but still allreduced",
-        "with find_unused_parameters a capture takes all parameters for used: freeze those that get no gradient "
-        "(requires_grad_(False)) before DistributedDataParallel",
-    ),
     (r"active drivers|[Tt]riton", f"a Triton kernel {_OPERATOR}"),
     (r"lib(cuda|cudart|cublas|cudnn|nccl|nvrtc|nvidia-ml)\w*[.\d]*\.so|NVML|nvml|nvidia-ml|no NVIDIA", _DRIVER),
     (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs", _NOT_ANSWERED),
@@ -327,9 +317,12 @@ def _one_part(_: Any, inputs: tuple[Any, ...], named: dict[str, Any], *__: Any) 
 
 def _answers(world: World) -> dict[Any, dict[str, Any]]:
     shared = _of_every_device(world)
+    of_cuda = shared | _of_cuda(world)
     marks = dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _nothing)
     return {
-        torch.cuda: shared | _of_cuda(world),
+        torch.cuda: of_cuda,
+        torch.cuda.random: of_cuda,  # whose names `torch.cuda` has, too, as of the next
+        torch.cuda.memory: of_cuda | {"_record_memory_history": _nothing, "_dump_snapshot": _nothing},
         torch.accelerator: shared
         | {
             "current_accelerator": lambda *_, **__: torch.device("cuda"),
@@ -344,7 +337,6 @@ def _answers(world: World) -> dict[Any, dict[str, Any]]:
         torch.cuda.nvtx: marks,
         torch.cuda.profiler: {"start": _nothing, "stop": _nothing},
         torch.cuda.nccl: {"version": lambda: _NCCL, "is_available": lambda *_: True},
-        torch.cuda.memory: {"_record_memory_history": _nothing, "_dump_snapshot": _nothing},
         torch.version: {"cuda": _CUDA},
         torch.distributed: {"is_nccl_available": lambda: True},
     }
@@ -398,7 +390,17 @@ def _of_cuda(world: World) -> dict[str, Any]:
         "memory_snapshot": lambda *_, **__: [],
         "reset_max_memory_allocated": _nothing,
         "reset_accumulated_memory_stats": _nothing,
+        "reset_max_memory_cached": _nothing,
+        "reset_peak_host_memory_stats": _nothing,
+        "reset_accumulated_host_memory_stats": _nothing,
         "set_per_process_memory_fraction": _nothing,
+        "get_per_process_memory_fraction": lambda *_: 1.0,
+        "get_allocator_backend": lambda: "native",
+        "set_sync_debug_mode": _nothing,
+        "get_sync_debug_mode": _zero,
+        "initial_seed": lambda: torch.random.initial_seed(),
+        **dict.fromkeys(("device_memory_used", "memory_usage", "utilization"), _zero),  # nobody uses it
+        **dict.fromkeys(("temperature", "power_draw", "clock_rate"), _zero),
         "is_current_stream_capturing": lambda: False,
         "Stream": CapturedStream,
         "Event": CapturedEvent,

@@ -1,4 +1,4 @@
-"""Who is told which files are opened in this process, by whichever way: the interpreter's own audit events.
+"""Who is told which files are opened or moved in this process, by whichever way: the interpreter's audit events.
 
 A hook of the interpreter is for good: there is one, which tells nobody where nobody asks.
 """
@@ -14,21 +14,29 @@ OnOpen = Callable[[str, str], None]
 """Takes the path of a file that is about to be opened, and the mode, as `open` has it but for "b" and "t"; "" of
 what is opened below `open`."""
 
+OnMove = Callable[[str, str], None]
+"""Takes the path of a file or folder that is about to be moved, and where to."""
+
 _listeners: list[OnOpen] = []
+_movers: list[OnMove] = []
 _hooks: list[Callable[[str, tuple[object, ...]], None]] = []
 
 
 @contextmanager
-def listening(listener: OnOpen) -> Iterator[None]:
-    """In the context, a listener is told of each file before it is opened."""
+def listening(listener: OnOpen, mover: OnMove | None = None) -> Iterator[None]:
+    """In the context, a listener is told of each file before it is opened, another of what is moved."""
     if not _hooks:
         _hooks.append(_hear)
         sys.addaudithook(_hear)
+    movers = [] if mover is None else [mover]
     _listeners.append(listener)
+    _movers.extend(movers)
     try:
         yield
     finally:
         _listeners.remove(listener)
+        for each in movers:
+            _movers.remove(each)
 
 
 def _hear(event: str, told: tuple[object, ...]) -> None:
@@ -36,3 +44,8 @@ def _hear(event: str, told: tuple[object, ...]) -> None:
         path, mode = os.fsdecode(told[0]), told[1]
         for listener in tuple(_listeners):
             listener(path, mode if isinstance(mode, str) else "")
+    elif (
+        event == "os.rename" and _movers and all(isinstance(path, str | bytes | os.PathLike) for path in told[:2])
+    ):
+        for mover in tuple(_movers):
+            mover(*map(os.fsdecode, told[:2]))  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIMIZER, PHASE, RECOMPUTE
 from echograph.frontend.pytorch.call_nodes import is_allocation, is_in_place
-from echograph.frontend.pytorch.known_values import exchanged
+from echograph.frontend.pytorch.known_values import apart, exchanged
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
 from echograph.frontend.pytorch.recorder import HANDLES, ModelInput, OperatorRecorder
 from echograph.frontend.pytorch.shapes import Results, Shapes
@@ -201,6 +201,7 @@ GRAPH = "graph"
 _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE, REGION)
 SILENT_NAMESPACES = ("prim", "profiler")
 _ITEM = _ATEN._local_scalar_dense.default
+_COPY = _ATEN.copy_.default
 _DEVICE = torch.ops.prim.device.default
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _is_wrapper = cache(is_traceable_wrapper_subclass_type)
@@ -289,6 +290,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         counter: of the host's own work, where that is asked for.
         gpus: whether there are GPUs to make tensors on.
         untouched: a tensor that has memory, and is not written where the script writes it: nobody asks for values.
+        kept: memory, as `UntypedStorage._cdata` has it, whose values are kept: PyTorch itself asks for them.
     """
 
     counter: HostCounter | None = None
@@ -333,6 +335,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._works: dict[int, tuple[Any, Node]] = {}
         self._graph_of: Callable[[str], str] | None = None
         self._layouts: dict[tuple[Any, ...], Tensor] = {}
+        self.kept: set[int] = set()
 
     # -- what adapters say -----------------------------------------------------------------------------------
 
@@ -658,7 +661,13 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _ITEM and isinstance(args[0], FakeTensor):
             return answer(args[0], self.note)
-        out = self._placed(func, args, kwargs)
+        if args and self._keeps(args[0]):
+            with apart():
+                out = func(*args, **kwargs)
+            if func is not _COPY:
+                return out  # the host's own work, which is none of the GPU's
+        else:
+            out = self._placed(func, args, kwargs)
         if func.namespace == "_c10d_functional":
             exchanged(func, args, out)
         if not self._recording or self._paused or func.namespace in SILENT_NAMESPACES:
@@ -671,6 +680,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         else:
             self._record(func, args, kwargs, out)
         return out
+
+    def _keeps(self, given: Any) -> bool:
+        return bool(self.kept) and type(given) is Tensor and given.untyped_storage()._cdata in self.kept
 
     def _placed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operator makes, on the device that it makes it on."""
@@ -705,6 +717,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         node = self.add_call(func, (read, written), {}, values, {})
         before = CapturedStream.current.reached
         node.meta |= self._annotations(node) | {COMMUNICATION: call, STREAM: "", AFTER: before}
+        if any(map(self._keeps, call.outputs)):
+            node.meta[PAYLOAD] = "other"
         if values is not None:
             for i, tensor in enumerate(call.outputs):
                 self.stands_for(self.add_call(operator.getitem, (node, i), {}, values[i], node.meta), tensor)

@@ -1,12 +1,14 @@
-"""What a script saves and loads: kept in memory by the file's name, since there are no values to write.
+"""What a script saves and loads: kept in memory, since there are no values to write, and a mark in its file.
 
-Of a file of safetensors, which others wrote, shapes and types are read.
+Of a checkpoint that all ranks write (`torch.distributed.checkpoint`) nothing is kept: who loads one that the run
+saved gets the tensors that are to take it. Of a file of safetensors shapes and types are written and read.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -16,7 +18,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from echograph.errors import CaptureError
-from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.opened import listening
 
 
@@ -38,7 +39,8 @@ class Saved:
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
-        self._kept: dict[str | bytes, Any] = {}
+        self._kept: dict[bytes, Any] = {}
+        self._checkpoints: set[str] = set()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -46,25 +48,27 @@ class Saved:
         with ExitStack() as stack:
             files = Overwritten(Path(tempfile.mkdtemp(prefix="echograph-saved-", dir=_FOLDER.get())))
             stack.callback(put_back, files.folder)
-            stack.enter_context(patched(torch, "save", partial(self._saving, files)))
+            stack.enter_context(patched(torch, "save", self._saving))
             stack.enter_context(patched(torch, "load", self._loading))
             stack.enter_context(patched(FakeTensor, "__reduce_ex__", _by_number))
             stack.callback(_PICKLED.clear)
-            stack.enter_context(listening(files.opening))
+            if importlib.util.find_spec("safetensors") is not None:
+                stack.enter_context(headers_alone(files))
+            stack.enter_context(once_imported(f"{_CHECKPOINT}.state_dict_saver", self._of_all_ranks))
+            stack.enter_context(listening(files.opening, files.moving))
             yield
 
-    def _saving(self, files: Overwritten, original: Callable[..., Any]) -> Callable[..., None]:
-        """`torch.save` that keeps what it is given; into a stream without a name it writes what stands for it."""
+    def _saving(self, original: Callable[..., Any]) -> Callable[..., None]:
+        """`torch.save` that keeps what it is given, and writes what stands for it, wherever that goes."""
         del original
 
         def save(obj: Any, f: Any, *_: Any, **__: Any) -> None:
-            self._note("torch.save writes nothing: there are no values to save")
-            if (name := _file(f)) is not None:
-                self._kept[name] = obj
-                files.saved(name)
-            elif hasattr(f, "write"):  # what it writes stands for it, wherever the script takes that
-                mark = _MARK + uuid.uuid4().hex.encode()
-                self._kept[mark] = obj
+            self._note("torch.save writes no values, of which there are none")
+            mark = _MARK + uuid.uuid4().hex.encode()
+            self._kept[mark] = obj
+            if isinstance(f, str | os.PathLike):
+                Path(f).write_bytes(mark)
+            elif hasattr(f, "write"):
                 f.write(mark)
 
         return save
@@ -73,21 +77,69 @@ class Saved:
         """`torch.load` that gives a copy of what the run saved there, and reads all other files."""
 
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            name: str | bytes | None = _file(f)
-            if name not in self._kept:
-                name = _mark(f)
-            if name is None:
+            mark = _mark(f)
+            if mark is None:
                 return original(f, *args, **kwargs)
-            if name not in self._kept:
-                raise CaptureError(
-                    f"{_file(f) or f}: a capture that has ended wrote it, without values: remove it"
-                )
+            if mark not in self._kept:
+                where = f if isinstance(f, str | os.PathLike) else getattr(f, "name", f)
+                raise CaptureError(f"{where}: a capture that has ended wrote it, without values: remove it")
             try:
-                return copy.deepcopy(self._kept[name])
+                return copy.deepcopy(self._kept[mark])
             except (TypeError, RuntimeError, NotImplementedError):  # a process group, a lock
-                return self._kept[name]
+                return self._kept[mark]
 
         return load
+
+    @contextmanager
+    def _of_all_ranks(self) -> Iterator[None]:
+        """In the context, ranks write no checkpoint together, at once or beside the training."""
+        names = ("state_dict_saver", "state_dict_loader", "staging", "_async_thread_executor")
+        saver, loader, staging, beside = (importlib.import_module(f"{_CHECKPOINT}.{name}") for name in names)
+        in_place = beside._ThreadBasedAsyncCheckpointExecutor
+        with (
+            patched(saver, "_save_state_dict", self._saving_all),
+            patched(loader, "_load_state_dict", self._loading_all),
+            patched(staging.DefaultStager, "stage", _as_it_is),
+            patched(staging.BlockingAsyncStager, "stage", _as_it_is),
+            replaced(saver, "_ProcessBasedAsyncCheckpointExecutor", in_place),
+        ):
+            yield
+
+    def _saving_all(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        del original
+
+        def save(state_dict: Any, storage_writer: Any, *_: Any, **__: Any) -> Any:
+            self._note(
+                "torch.distributed.checkpoint writes nothing: there are no values to save, and what ranks tell "
+                "each other to do so is left out"
+            )
+            self._checkpoints.add(_place(storage_writer))
+            metadata: Any = importlib.import_module(f"{_CHECKPOINT}.metadata")
+            return metadata.Metadata(state_dict_metadata=dict.fromkeys(state_dict))
+
+        return save
+
+    def _loading_all(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(state_dict: Any, storage_reader: Any, *args: Any, **kwargs: Any) -> Any:
+            if _place(storage_reader) not in self._checkpoints:
+                return original(state_dict, storage_reader, *args, **kwargs)
+            return None  # the tensors that take what was saved are there
+
+        return load
+
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+
+
+def _place(storage: Any) -> str:
+    """Where a writer or a reader of checkpoints has them."""
+    return str(getattr(storage, "path", "") or getattr(storage, "checkpoint_id", "") or type(storage).__name__)
+
+
+def _as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Brings tensors to the host before they are written, which nobody does."""
+    del original
+    return lambda stager, state_dict, **_: state_dict
 
 
 _PICKLED: dict[int, Tensor] = {}
@@ -111,7 +163,7 @@ def _unpickled(number: int) -> Tensor:
 
 
 _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
-_PATH, _COPY, _SAVED = "path", "copy", "saved"
+_PATH, _COPY, _EMPTIED = "path", "copy", "emptied"
 
 
 def keep_in(folder: Path) -> None:
@@ -151,10 +203,17 @@ class Overwritten:
             with suppress(OSError):
                 shutil.copyfile(path, kept / _COPY)
 
-    def saved(self, name: str) -> None:
-        """A script saves there, and nothing is written."""
-        if name in self._known:
-            (self._known[name] / _SAVED).touch()
+    def moving(self, path: str, to: str) -> None:
+        """Keeps what lies where a file goes that was written, or a folder with such files."""
+        here, there = Path(path).absolute(), Path(to).absolute()
+        for known in [each for each in map(Path, self._known) if here in (each, *each.parents)]:
+            emptied = (self._known[str(known)] / _EMPTIED).exists()
+            (self.emptied if emptied else self._keep)(there / known.relative_to(here))
+
+    def emptied(self, path: Path) -> None:
+        """A file is about to be written without its values, whatever was there."""
+        self._keep(path.absolute())
+        (self._known[str(path.absolute())] / _EMPTIED).touch()
 
 
 def put_back(folder: Path) -> None:
@@ -165,7 +224,7 @@ def put_back(folder: Path) -> None:
     """
     for kept in folder.iterdir():
         path = Path((kept / _PATH).read_text())
-        if path.is_file() and (_mark(path) is not None or ((kept / _SAVED).exists() and not path.stat().st_size)):
+        if path.is_file() and ((kept / _EMPTIED).exists() or _mark(path) is not None):
             if (kept / _COPY).exists():
                 shutil.copyfile(kept / _COPY, path)
             else:
@@ -213,12 +272,38 @@ def weights(original: Callable[..., Any]) -> Callable[..., dict[str, Tensor]]:
     return load_file
 
 
+def _header_of(tensors: dict[str, Tensor], metadata: Any) -> bytes:
+    """What a file of safetensors begins with, which is all there is of one here."""
+    names, entries, end = {dtype: name for name, dtype in _SAFE.items()}, dict[str, Any](), 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end],
+        }  # fmt: skip
+    header = json.dumps(({"__metadata__": metadata} if metadata else {}) | entries).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
 @contextmanager
-def headers_alone() -> Iterator[None]:
-    """In the context, of files of safetensors the headers are read; after it all have the old readers again."""
+def headers_alone(files: Overwritten) -> Iterator[None]:
+    """In the context, of files of safetensors the headers are read; after it all have the old readers again.
+
+    A script may read the header of one that it wrote, which is gone after the context, or as it was before.
+    """
     package: Any = importlib.import_module("safetensors")
     original = package.safe_open
-    with patched(importlib.import_module("safetensors.torch"), "load_file", weights):
+
+    def writing(save: Callable[..., Any]) -> Callable[..., None]:
+        del save
+
+        def save_file(tensors: dict[str, Tensor], filename: Any, metadata: Any = None) -> None:
+            files.emptied(Path(filename))
+            Path(filename).write_bytes(_header_of(tensors, metadata))
+
+        return save_file
+
+    of_tensors = importlib.import_module("safetensors.torch")
+    with patched(of_tensors, "load_file", weights), patched(of_tensors, "save_file", writing):
         _hand_out(original, Opened)
         try:
             yield
@@ -299,8 +384,3 @@ class _Slice:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self._file.get_tensor(self._name)[index]
-
-
-def _file(f: Any) -> str | None:
-    name = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
-    return str(Path(os.fspath(name)).absolute()) if isinstance(name, str | os.PathLike) else None

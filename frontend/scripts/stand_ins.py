@@ -11,9 +11,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec
 from itertools import accumulate, groupby, pairwise
 from types import ModuleType
@@ -47,8 +48,9 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
     parts = _Parts([name for name in missing if name in _NAMED])
     on_demand = {"apex": lambda: apex.modules(_module, note), "kernels": lambda: _hub_kernels(note)}
     wanted = {name: make for name, make in on_demand.items() if _is_missing(name)}
-    finders: list[MetaPathFinder] = [parts, apex.Wanted(wanted)]
+    finders: list[MetaPathFinder] = [parts, apex.Wanted(wanted), _Installed(made)]
     sys.meta_path += finders
+    _ask_anew()
     try:
         with (
             once_imported(_LOSSES, partial(_by_pytorch, note)),
@@ -58,6 +60,7 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
     finally:
         for finder in finders:
             sys.meta_path.remove(finder)
+        _ask_anew()
         missing += wanted
         for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
             del sys.modules[name]
@@ -118,6 +121,63 @@ class _Parts(Loader, MetaPathFinder):
 
     def exec_module(self, module: ModuleType) -> None:
         """It is complete."""
+
+
+def _ask_anew() -> None:
+    """Transformers forgets what it knows of packages and devices, if it was imported where there are others."""
+    asking = sys.modules.get("transformers.utils.import_utils")
+    for function in list(vars(asking).values()) if asking is not None else ():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+class _StoodIn(Distribution):
+    """What package managers tell of an installed distribution, of one that has a stand-in."""
+
+    def __init__(self, name: str, module: ModuleType) -> None:
+        self._texts = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {module.__version__}\n",
+            "top_level.txt": f"{module.__name__}\n",
+        }
+
+    def read_text(self, filename: str) -> str | None:
+        """One of its files of metadata."""
+        return self._texts.get(filename)
+
+    def locate_file(self, path: Any) -> NoReturn:
+        """It has no files.
+
+        Raises:
+            FileNotFoundError: always.
+        """
+        raise FileNotFoundError(path)
+
+
+class _Installed(DistributionFinder):
+    """Answers `importlib.metadata`, which frameworks ask before they import a package, for stand-ins.
+
+    Args:
+        made: modules of the stand-ins.
+    """
+
+    def __init__(self, made: Sequence[ModuleType]) -> None:
+        modules = {module.__name__: module for module in made}
+        self._told = [
+            _StoodIn(name, modules[module]) for module, name in _DISTRIBUTED_AS.items() if module in modules
+        ]
+
+    def find_spec(self, *_: Any) -> None:
+        """It brings no modules."""
+
+    def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
+        """Those of a name; without one, all."""
+        asked = None if context is None else context.name
+        for told in self._told:
+            if asked is None or asked.lower().replace("-", "_") == told.name:
+                yield told
+
+
+_DISTRIBUTED_AS = {"flash_attn": "flash_attn", "flash_attn_interface": "flash_attn_3", "xformers": "xformers"}
 
 
 def _is_missing(name: str) -> bool:
@@ -332,7 +392,9 @@ def attention_of_several(
 
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0, *args: Any, return_attn_probs: bool = False, **kwargs: Any,
+    max_seqlen_k: int = 0, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **_: Any,
 ) -> Any:  # fmt: skip
     """`flash_attn_varlen_func`, where the host knows the bounds of the sequences."""
     del max_seqlen_q, max_seqlen_k
@@ -344,7 +406,8 @@ def _varlen(
     lengths, keys = (
         [end - begin for begin, end in pairwise(bounds.tolist())] for bounds in (cu_seqlens_q, cu_seqlens_k)
     )
-    out = attention_of_several(q, k, v, lengths, keys, *args, **kwargs)
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    out = attention_of_several(q, k, v, lengths, keys, *given)
     return (out, *_kept(q.shape[1], q.shape[0], like=q)) if return_attn_probs else out
 
 
@@ -461,11 +524,46 @@ def _layer_norm(
     return functional.layer_norm(x, shape, weight, bias, eps)
 
 
+def _unpadded(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """`flash_attn.bert_padding.unpad_input`: positions that a mask keeps, of all sequences one behind the other.
+
+    Args:
+        hidden_states: (batch, sequence, ...).
+        attention_mask: (batch, sequence), 1 where a position counts.
+        unused_mask: the same, of positions for which there is room.
+
+    Returns:
+        (positions, ...), where each was, bounds of the sequences, the longest, and how many each has that count.
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = kept.sum(dim=-1, dtype=torch.int32)
+    places = torch.nonzero(kept.flatten(), as_tuple=False).flatten()
+    bounds = torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
+    counted = attention_mask.sum(dim=-1, dtype=torch.int32)
+    return _rows(hidden_states.flatten(0, 1), places), places, bounds, int(lengths.max().item()), counted
+
+
+def _rows(given: Tensor, places: Tensor) -> Tensor:
+    """`flash_attn.bert_padding.index_first_axis`."""
+    return given.index_select(0, places)
+
+
+def _padded(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """`flash_attn.bert_padding.pad_input`: back to (batch, sequence, ...), zeros where nothing was kept."""
+    whole = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
+    return whole.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
+
+
 def _flash_attn(note: NoteTaker) -> list[ModuleType]:
+    # Frameworks look which arguments a version takes.
+    @wraps(flash_attention)
     def attention(*args: Any, **kwargs: Any) -> Any:
         note("flash_attn is not installed: its attention is PyTorch's flash attention, the same kernel")
         return flash_attention(*args, **kwargs)
 
+    @wraps(_varlen)
     def several(*args: Any, **kwargs: Any) -> Any:
         note(f"flash_attn is not installed: {_RUNS}")
         return _varlen(*args, **kwargs)
@@ -496,13 +594,18 @@ def _flash_attn(note: NoteTaker) -> list[ModuleType]:
     norm = _module(f"{name}.ops.triton.layer_norm", layer_norm_fn=_layer_norm, RMSNorm=_RmsNorm)
     triton = _module(f"{name}.ops.triton", layer_norm=norm)
     rms = _module(f"{name}.ops.rms_norm", RMSNorm=_RmsNorm)
+    padding = _module(
+        f"{name}.bert_padding", unpad_input=_unpadded, pad_input=_padded, index_first_axis=_rows,
+        __getattr__=partial(_name_in, f"{name}.bert_padding"),
+    )  # fmt: skip
     ops = _module(f"{name}.ops", triton=triton, rms_norm=rms)
     whole = _module(
         name, __version__="2.8.3", flash_attn_interface=interface, flash_attention=first, layers=layers, ops=ops,
-        modules=modules, __getattr__=partial(_name_in, name), **functions,
+        modules=modules, bert_padding=padding, __getattr__=partial(_name_in, name), **functions,
     )  # fmt: skip
-    third = _module("flash_attn_interface", flash_attn_func=attention, flash_attn_varlen_func=several)
-    return [whole, interface, layers, rotary, ops, triton, norm, rms, modules, mha, first, third]
+    of_third = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+    third = _module("flash_attn_interface", __version__="3.0.0", **{each: functions[each] for each in of_third})
+    return [whole, interface, layers, rotary, ops, triton, norm, rms, padding, modules, mha, first, third]
 
 
 # -- xFormers ------------------------------------------------------------------------------------------------
@@ -575,7 +678,11 @@ def _efficient_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0, scale: float | None = None,
     **_: Any,
 ) -> Tensor:  # fmt: skip
-    """`xformers.ops.memory_efficient_attention` of (batch, sequence, heads, head)."""
+    """`xformers.ops.memory_efficient_attention` of (batch, sequence, heads, head), or without heads."""
+    if query.dim() == 3 and not isinstance(attn_bias, _Blocks):
+        bias = attn_bias.unsqueeze(1) if isinstance(attn_bias, Tensor) else attn_bias
+        q, k, v = (part.unsqueeze(2) for part in (query, key, value))
+        return _efficient_attention(q, k, v, bias, p, scale).squeeze(2)
     if isinstance(attn_bias, _Blocks):
         parts = (query[0], key[0], value[0])
         return attention_of_several(*parts, attn_bias.lengths, attn_bias.keys, p, scale, attn_bias.causal)[None]

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.fx import Node
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echograph.errors import CaptureError
@@ -40,7 +40,7 @@ from echograph.frontend.scripts.collectives import coalesced
 from echograph.frontend.scripts.host_work import batched, compiled
 from echograph.frontend.scripts.places import mark, put_there
 from echograph.frontend.scripts.recorder import REGION, ScriptRecorder
-from echograph.frontend.scripts.saved import Saved, headers_alone
+from echograph.frontend.scripts.saved import Saved
 from echograph.frontend.scripts.values import line_of_script
 from echograph.frontend.scripts.world import World
 from echograph.ir.passes.fuse import COMPILED, KernelRegion
@@ -180,8 +180,6 @@ class TorchAdapter(Adapter):
             # It draws until all values are within bounds, which without values is for ever.
             enter(patched(torch.nn.init, "_no_grad_trunc_normal_", lambda _: lambda tensor, *_, **__: tensor))
             enter(Saved(recorder.note).installed())
-            if importlib.util.find_spec("safetensors") is not None:
-                enter(headers_alone())
             for name, hooks in _LATER.items():
                 enter(once_imported(name, partial(hooks, world, recorder)))
             enter(once_imported("torch.distributed.pipelining", partial(self._stages.installed, recorder)))
@@ -512,7 +510,7 @@ def _replicate(recorder: ScriptRecorder, world: World, original: Callable[..., A
         names = ("device_ids", "output_device", "dim", "broadcast_buffers", "init_sync")
         given = dict(zip(names, args, strict=False)) | kwargs
         given |= {"device_ids": None, "output_device": None, "init_sync": False}
-        with unset_fake_temporarily():
+        with unset_fake_temporarily(), _knowing_used(recorder):
             original(ddp, module, **given)
         recorder.warn(one_rank(type(ddp).__name__, ddp.process_group, world, line_of_script()))
         register = ddp.register_comm_hook
@@ -529,6 +527,34 @@ def _replicate(recorder: ScriptRecorder, world: World, original: Callable[..., A
         ddp._register_builtin_comm_hook = lambda kind: registered(None, _BUILT_IN[kind])
 
     return init
+
+
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Holds the integers of 32 bits that are made in its context."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.integers: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.int32:
+            self.integers.append(out)
+        return out
+
+
+@contextmanager
+def _knowing_used(recorder: ScriptRecorder) -> Iterator[None]:
+    """In the context a reducer is made, whose maps keep their values: which parameters were used.
+
+    With `find_unused_parameters` it marks each that got a gradient in one on the host, all-reduces a copy on the
+    GPU, and looks there for those that got none.
+    """
+    with _Made() as made:
+        yield
+    for tensor in made.integers:
+        recorder.name(tensor, annotate.BUFFER, "used_parameters")  # which holds it
+        recorder.kept.add(tensor.untyped_storage()._cdata)
 
 
 def _fully_sharded(recorder: ScriptRecorder, world: World, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -346,6 +346,10 @@ _ITSELF = {
     **dict.fromkeys((torch.eq, Tensor.eq, Tensor.__eq__), True),
 }
 
+_CHOOSING = {
+    **dict.fromkeys((Tensor.gt, Tensor.__gt__), "max"), **dict.fromkeys((Tensor.lt, Tensor.__lt__), "min"),
+}  # fmt: skip
+
 
 def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
     """Marks a tensor that says whether values are finite, or is made of one that does, with what it says.
@@ -357,6 +361,8 @@ def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
     known = _ASKING_FINITE.get(func)
     if func in _ITSELF and len(args) == 2 and args[0] is args[1]:
         known = _ITSELF[func]
+    elif func in _CHOOSING and not out.dim() and (frame := _asking()) is not None and (of := extreme(frame)):
+        known = of == _CHOOSING[func]  # as numbers that stand for one: the tensor is what `max` and `min` choose
     elif func in _EITHER or func in _BOTH:
         told = [getattr(part, _FINITE, None) for part in args[:2]]
         known = None if None in told else (any if func in _EITHER else all)(told)

@@ -123,12 +123,15 @@ losses = deque(torch.randn(2, device="cuda")[i].item() for i in range(2))
 assert type(losses[0]) is not float
 top, low, best = max(losses), min(7.5, *losses), max(3.0, losses[0])
 assert type(top) is type(low) is type(best) is type(losses[0])
+of = torch.randn(2, 3, device="cuda")[0, 1]
+assert max(32, of) is max(of, 32) is min(of, 32) is min(32, of, 1) is of
+assert max(0, torch.tensor(-3)) == 0 and max(torch.tensor(5), 4) == 5
 import json
 if losses[0] != losses[0] or losses[1] == float("inf") or json.loads(json.dumps(top)) != 1:
     sys.exit(5)
 """
     capture(tmp_path, asked)
-    with pytest.raises(CaptureError, match=r"train.py:11: a comparison with a tensor's value"):
+    with pytest.raises(CaptureError, match=r"train.py:14: a comparison with a tensor's value"):
         capture(tmp_path, asked + "if best > 2:\n    pass")
 
 

@@ -53,7 +53,7 @@ ONLY_A_REAL_ONE = {
     "property": ("torch.cuda.get_device_properties(0).uuid", "no property 'uuid'"),
     "group of its own": ("dist.ProcessGroupNCCL(None, 0, 16)", "let init_process_group or new_group make it"),
     "what nobody answers": ("torch.cuda.current_blas_handle()", "does not answer it: leave it out"),
-    "driver": ("torch.cuda.utilization()", "a real GPU"),
+    "driver": ("import ctypes; ctypes.CDLL('libnvidia-ml.so.1')", "a real GPU"),
 }
 
 
@@ -138,6 +138,10 @@ GPU = """import torch
 with torch.cuda.nvtx.range("step"), torch.cuda.device(0), torch.accelerator.device_index(1):
     torch.cuda.nvtx.mark("x")
 free, total = torch.cuda.mem_get_info()
+assert torch.cuda.memory.mem_get_info() == (free, total) and torch.cuda.utilization() == 0
+torch.cuda.random.set_rng_state(torch.cuda.random.get_rng_state())
+torch.cuda.random.manual_seed(torch.cuda.initial_seed() + torch.cuda.get_sync_debug_mode())
+torch.cuda.memory.reset_peak_memory_stats()
 assert torch.cuda.get_device_properties(0).total_memory == total
 assert "H100" in torch.cuda.get_device_name()
 print(torch.cuda.memory_stats()["active_bytes.all.peak"], torch.cuda.memory_summary(), torch.cuda.nccl.version())

@@ -12,6 +12,7 @@ CASES = {
     "ddp": ("ddp", 2, ()),
     "ddp, recomputed": ("ddp", 2, ("--recompute", "not-reentrant")),
     "ddp, recomputed by re-entry": ("ddp", 2, ("--recompute", "reentrant")),
+    "ddp, unused parameters": ("ddp", 2, ("--spare",)),
     "fsdp2": ("fsdp2", 2, ()),
     "fsdp2, recomputed": ("fsdp2", 2, ("--recompute", "not-reentrant")),
     "fsdp2, recomputed by re-entry": ("fsdp2", 2, ("--recompute", "reentrant")),

@@ -139,3 +139,94 @@ def test_processes_keep_files_in_one_folder(tmp_path: Path) -> None:
     ]  # fmt: skip
     put_back(kept)
     assert not kept.exists()
+
+
+MOVED = """import os, shutil, torch
+model = torch.nn.Linear(8, 4).cuda()
+torch.save(model.state_dict(), "new.pt")
+assert os.path.getsize("new.pt")
+shutil.copyfile("new.pt", "best.pt")
+os.replace("new.pt", "last.pt")
+os.makedirs("part")
+torch.save({"seen": 3}, "part/model.pt")
+os.rename("part", "whole")
+assert torch.load("whole/model.pt") == {"seen": 3} and torch.load("best.pt")["weight"].shape == (4, 8)
+model.load_state_dict(torch.load("last.pt", weights_only=True))
+try:
+    torch.load("new.pt")
+except FileNotFoundError:
+    pass
+else:
+    raise SystemExit(5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.ones(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_what_is_saved_is_copied_and_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(MOVED)
+    for name in ("last.pt", "best.pt"):
+        (tmp_path / name).write_bytes(b"a day's training")
+    assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded
+    files = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()}
+    assert files == {"last.pt", "best.pt", "train.py"}
+    assert {(tmp_path / name).read_bytes() for name in ("last.pt", "best.pt")} == {b"a day's training"}
+
+
+TOGETHER = """import torch, torch.distributed as dist
+import torch.distributed.checkpoint as checkpoints
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("cpu:gloo,cuda:nccl")
+model = torch.nn.Linear(8, 8).cuda()
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(3):
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    all_of_it = {"model": of_model, "optimizer": of_optimizer}
+    checkpoints.save(all_of_it, checkpoint_id=f"saved/{step}")
+    checkpoints.async_save(all_of_it, checkpoint_id=f"beside/{step}").result()
+    checkpoints.load(all_of_it, checkpoint_id=f"saved/{step}")
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    model(torch.ones(2, 8).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_ranks_write_no_checkpoint_together_and_load_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(TOGETHER)
+    recorder = run_script(Script(path=path), World(size=4), TorchAdapter()).recorder
+    assert any("torch.distributed.checkpoint writes nothing" in note for note in recorder.notes)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["train.py"]
+
+
+SAFE = """import torch
+from safetensors.torch import load_file, save_file, save_model
+model = torch.nn.Linear(2048, 2048).cuda()
+save_model(model, "model.safetensors", {"format": "pt"})
+save_file({"half": torch.ones(3, 5).half()}, "new.safetensors")
+assert load_file("new.safetensors")["half"].shape == (3, 5)
+model.load_state_dict(load_file("model.safetensors"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(4, 2048).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_files_of_safetensors_that_a_script_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tensors have no memory that could be written, and what lay there before is as it was."""
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(SAFE)
+    (tmp_path / "model.safetensors").write_bytes(b"a day's training")
+    assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model.safetensors", "train.py"]
+    assert (tmp_path / "model.safetensors").read_bytes() == b"a day's training"

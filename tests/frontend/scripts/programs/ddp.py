@@ -12,11 +12,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 class Model(nn.Module):
-    def __init__(self, width, depth, recompute):
+    def __init__(self, width, depth, recompute, spare):
         super().__init__()
         self.recompute = recompute
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.head = nn.Linear(width, 10)
+        if spare:
+            self.spare = nn.Linear(width, 10)
 
     def forward(self, x):
         if self.recompute == "reentrant":
@@ -35,13 +37,15 @@ def main():
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--recompute", default="none", choices=("none", "reentrant", "not-reentrant"))
+    parser.add_argument("--spare", action="store_true", help="a layer that no forward pass uses")
     args = parser.parse_args()
     use_cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if use_cuda else "gloo")
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device(f"cuda:{rank}" if use_cuda else "cpu")
-    model = Model(args.width, args.depth, args.recompute).to(device)
-    model = DDP(model, device_ids=[rank] if use_cuda else None, bucket_cap_mb=1)
+    model = Model(args.width, args.depth, args.recompute, args.spare).to(device)
+    devices = [rank] if use_cuda else None
+    model = DDP(model, device_ids=devices, bucket_cap_mb=1, find_unused_parameters=args.spare)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = TensorDataset(torch.randn(1024, args.width), torch.randint(0, 10, (1024,)))
     loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, shuffle=True))
