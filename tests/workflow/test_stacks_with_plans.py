@@ -61,7 +61,10 @@ def test_a_step_of_no_stack_is_as_uncertain_as_stacks_differ() -> None:
     apart = []
     for model, length, plan in (
         ("llama-3.1-8b", 8192, Plan(gpus=64, zero=3, micro_batch=1, global_batch=64)),
-        ("llama-3.1-8b", 8192, Plan(gpus=64, tp=8, sequence_parallel=True, zero=1, micro_batch=1, global_batch=64)),
+        (
+            "llama-3.1-8b", 8192,
+            Plan(gpus=64, tp=8, sequence_parallel=True, zero=1, micro_batch=1, global_batch=64),
+        ),
         (
             "llama-3.1-70b", 8192,
             Plan(gpus=64, tp=4, sequence_parallel=True, pp=4, zero=1, micro_batch=1, global_batch=32),

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _OF_SEVERAL = ("degrade", "ranks", "straggler")
 _PLAIN = Scenario()
 UNSAID_STACK = 0.19
-"""Standard error of the logarithm of a step whose plan names no stack: by how much the stacks' steps differ from it,
-over four plans (Llama 3.1 8B with ZeRO-3 and with tensor parallelism, 70B with pipelines, GPT-2 XL), as
+"""Standard error of the logarithm of a step whose plan names no stack: by how much the stacks' steps differ from
+it, over four plans (Llama 3.1 8B with ZeRO-3 and with tensor parallelism, 70B with pipelines, GPT-2 XL), as
 tests/workflow/test_stacks_with_plans.py works out."""
 
 
