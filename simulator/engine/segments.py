@@ -21,6 +21,7 @@ segment, task and entry. All times are those of `static`, to the picosecond.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -1169,8 +1170,8 @@ class _Path:
         self.total = np.zeros(int(family.max(initial=0)) + 1, np.int64)
         self.ways: dict[tuple[int, int, int, int], _Way] = {}
         self.kind_of = [sequence.kind for sequence in run.segments.sequences]
-        bounds = run.stretches.bounds
-        self.firsts = [run.stretches.first[begin:end] for begin, end in pairwise(bounds.tolist())]
+        self.bounds: list[int] = run.stretches.bounds.tolist()
+        self.firsts = cache(self._firsts)
         self.last_on = cache(self._last_on)
 
     # -- where a path begins -------------------------------------------------------------------------------
@@ -1206,9 +1207,13 @@ class _Path:
     def _lane(self, kind: int, op: int) -> int:
         return self.run.work.lane[self.run.segments.kinds[kind].rows[op]]
 
+    def _firsts(self, program: int) -> list[int]:
+        """The first segment of each stretch, as a list: a path goes through few programs, and often."""
+        firsts: list[int] = self.run.stretches.first[slice(*self.bounds[program : program + 2])].tolist()
+        return firsts
+
     def _stretch(self, program: int, segment: int) -> int:
-        first = int(np.searchsorted(self.firsts[program], np.int32(segment), side="right")) - 1
-        return int(self.run.stretches.bounds[program]) + first
+        return self.bounds[program] + bisect_right(self.firsts(program), segment) - 1
 
     def _chain(self, stretch: int) -> SegmentChain | None:
         number = int(self.run.stretches.chain[stretch])
@@ -1224,7 +1229,7 @@ class _Path:
         stretch = self._stretch(program, segment)
         its, chain = self.run.stretches, self._chain(stretch)
         entry = self.run.entries[its.entry_at[stretch] : its.entry_at[stretch + 1]]
-        if chain is None:
+        if chain is None or len(chain.matrices) == 1:
             return entry
         into: Int64 = (chain.before[segment - int(its.first[stretch])] + entry).max(axis=1)
         return into

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -50,7 +51,8 @@ def check(step: StepGraph, its: tuple[Pass, ...], jobs: SharedJobs | None = None
     whole(sample)
     made = jobs.job(step, its)
     assert list(to_text(made)) == list(to_text(expected))
-    assert made.passes == expected.passes and made.strings != () and not any("\0" in text for text in made.strings)
+    assert (made.passes, made.name, made.workload) == (expected.passes, expected.name, expected.workload)
+    assert made.strings != () and not any("\0" in text for text in made.strings)
     return len(sample.stand_for) - len({*sample.stand_for})
 
 
@@ -107,6 +109,14 @@ def test_a_stage_stands_for_those_that_do_the_same_alone(rows: list[int], stand:
     step = tied_step(LAYERS, rows=rows)
     its = Pipeline(stages=6, micro_batches=8), DataParallel(replicas=2, zero=1)
     assert check(step, its) == stand
+
+
+@pytest.mark.parametrize("rows", [[16] * LAYERS, [16] * 6 + [24] * 6])
+def test_jobs_of_several_steps_are_each_its_own(rows: list[int]) -> None:
+    """Neither steps of one structure nor such as went through the same passes are taken for each other."""
+    jobs, its = SharedJobs(), (Pipeline(stages=6, micro_batches=8), DataParallel(replicas=2, zero=1))
+    for step in (tied_step(LAYERS), tied_step(LAYERS, rows=rows), replace(tied_step(LAYERS), name="another")):
+        check(step, its, jobs)
 
 
 @st.composite

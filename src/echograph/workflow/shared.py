@@ -67,7 +67,7 @@ class SharedJobs:
     """The jobs that passes make of steps. Of a pipeline, stages that do the same are lowered once."""
 
     def __init__(self) -> None:
-        self._stages: dict[tuple[str, ...], StagesAlike] = {}
+        self._stages: dict[tuple[StepGraph, str], StagesAlike] = {}
         self._structures: dict[Hashable, StagesAlike] = {}
         self._replicas: dict[Hashable, tuple[ReplicasAlike, ...]] = {}
 
@@ -87,7 +87,8 @@ class SharedJobs:
             job = whole(self.sample(step, passes[:2]))
         except (NotAlike, PlanError):  # why a plan does not fit, the passes say of all stages
             return run(step, passes, to=JobGraph, verify=False)
-        job = replace(job, passes=(*step.passes, *map(pass_text, passes[:2])))
+        done = (*step.passes, *map(pass_text, passes[:2]))
+        job = replace(job, name=step.name, producer=step.producer, unknown=step.unknown, passes=done)
         return run(job, passes[2:], to=JobGraph, verify=False)
 
     def sample(self, step: StepGraph, rest: Sequence[Pass]) -> Sample:
@@ -145,7 +146,7 @@ class SharedJobs:
             raise NotAlike("chunks turn back at the last stage")
         pipeline.check(step)
         like = _like(step, pipeline)
-        key = (*step.passes, like[1])
+        key = step, like[1]
         if (known := self._stages.get(key)) is not None:
             return known
         before = self._structures.get(like)

@@ -30,7 +30,7 @@ def test_sharding_is_written_once_for_all_micro_batches(
         plan = Plan(gpus=4 * pp, pp=pp, global_batch=96, micro_batch=micro_batch, **words)
         whole, _ = predict(step, plan, System("dgx-h100"), memory=False)
         assert mine._step(plan).step_ps == whole.step_ps
-    assert list(map(len, mine._replicas.values())) == [1]
+    assert list(map(len, mine.jobs._replicas.values())) == [1]
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -27,6 +27,7 @@ from echograph.workflow.compile import compile_entry
 from echograph.workflow.plan import Plan, passes
 from echograph.workflow.predict import simulate
 from echograph.workflow.scenario import Scenario
+from echograph.workflow.shared import SharedJobs
 from echograph.workflow.system import System, runtime_of
 from echograph.workflow.validation.assumptions import unsaid_spread
 from echograph.workflow.validation.model import with_known_sizes
@@ -109,11 +110,13 @@ class _Steps:
         sizes: all micro-batches that will be asked for.
         made: steps by what makes them.
         last: what made the last job, and the job.
+        jobs: what passes make of steps.
     """
 
     sizes: set[int]
     made: dict[Hashable, StepGraph] = field(default_factory=dict)
     last: tuple[Hashable, JobGraph | None] = (None, None)
+    jobs: SharedJobs = field(default_factory=SharedJobs)
 
     def job(self, made: Setup, system: System) -> JobGraph:
         """The annotated job of a row. DDP's does not depend on how many data-parallel ranks there are."""
@@ -124,7 +127,7 @@ class _Steps:
         before, job = self.last
         if job is None or key != before:
             started = self._once(begun, lambda: run(step, of_step, to=StepGraph, verify=False))
-            job = run(started, of_job, to=JobGraph, verify=False)
+            job = self.jobs.job(started, of_job)
             self.last = (key, job)
         sizes = [("dp", one.group) for one in of_job if isinstance(one, DataParallel)]
         return system.annotate(ResizeAxes(sizes=dict(sizes))(job))
