@@ -99,6 +99,11 @@ _REMEDIES = (
         "pass and the backward pass that needs what was there; make that one before, or the forward pass anew",
     ),
     (
+        r"Descriptors cannot be created directly",
+        "a package of it is made for protobuf before 4: PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python in the "
+        "environment lets it be read",
+    ),
+    (
         r"Weights only load failed",
         "PyTorch takes it for a file that may run code: where it is trusted, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
         "in the environment lets it be read",
