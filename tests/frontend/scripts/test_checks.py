@@ -520,13 +520,27 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
         ),
         ("numpy<1.0", "torch.distributed.barrier()", r"RANK and WORLD_SIZE .* the script made no group"),
         ("", "torch.ones(3, 2).t().view(-1)", "as on real ranks: what it views does not lie in memory so"),
-        ("torch==1.0.0", "open('nowhere.txt')", "No such file .*: the script raised it"),
+        ("torch==1.0.0", "open('nowhere.txt')", "No such file .*: what it looks for is not there"),
         ("", "import pynvml; pynvml.nvmlInit()", "install nvidia-ml-py beside echograph"),
         # What a package is imported from may have another name.
         (
             "yaml>=1",
             "from yaml import no_such; no_such()",
             r"PyYAML [\d.]+ has no such name: .*\(requirements.txt asks for yaml>=1\)",
+        ),
+        ("", "open('data/train.txt')", "what it looks for is not there: give it where the script's README says"),
+        ("", "import os; assert os.path.exists('stats.npz')", "AssertionError: .*what it looks for is not there"),
+        (
+            "",
+            "raise TypeError('Descriptors cannot be created directly')",
+            "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION",
+        ),
+        ("", "from yaml import no_such; no_such()", r"PyYAML [\d.]+ has no such name"),
+        (
+            "",
+            "import sys; open('training/packaging.py', 'w').close(); del sys.modules['packaging']; "
+            "from packaging import no_such; no_such()",
+            r"the script's own packaging\.py comes before the package packaging [\d.]+",
         ),
         ("", "from xformers.ops import no_such", "what stands in for it has no such name"),
     ],
