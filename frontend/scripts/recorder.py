@@ -336,6 +336,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._graph_of: Callable[[str], str] | None = None
         self._layouts: dict[tuple[Any, ...], Tensor] = {}
         self.kept: set[int] = set()
+        self._without_gradients: list[str] = []
 
     # -- what adapters say -----------------------------------------------------------------------------------
 
@@ -537,6 +538,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         # A module without parameters outside of all others prepares data.
         if self._recording and self._trains and not self._learns:
             self._take_sample(args)
+        if self._recording and self._trains and not self._stack and not torch.is_grad_enabled():
+            self._without_gradients.append(line_of_script())
         self._stack.append(self.memory.path_of(module))
 
     def _take_sample(self, args: Any) -> None:
@@ -614,6 +617,11 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         link_sums(self.graph)
         self._take_held()
         self._count_samples()
+        if passes := self._without_gradients:
+            self.note(
+                f"{passes[0]}: the step runs modules {len(passes):,} times without gradients (samples, an "
+                "evaluation, targets): where not every step does, record one that does not (--step)"
+            )
         self.graph.output(None)
         self._works.clear()
         self.deterministic = torch.are_deterministic_algorithms_enabled()

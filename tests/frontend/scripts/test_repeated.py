@@ -52,6 +52,7 @@ def products(folder: Path, more: str, times: int, then: str = "") -> int:
     path = folder / "train.py"
     path.write_text(SAMPLING.format(more=more, times=times, then=then))
     recorder = run_script(Script(path=path), World(), TorchAdapter()).recorder
+    assert any("train.py:19: the step runs modules 50 times without gradients" in note for note in recorder.notes)
     assert any("Model is run 2 times without gradients" in note for note in recorder.notes) == (times == 2)
     return sum(str(node.target) == "aten.addmm.default" for node in recorder.graph.nodes)
 
