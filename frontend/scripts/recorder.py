@@ -499,6 +499,14 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         yield patched(torch.autograd.graph, "_engine_run_backward", self._backward)
         yield patched(torch.autograd, "_engine_run_backward", self._backward)
         yield patched(torch.UntypedStorage, "resize_", self.resizing)
+        yield patched(Optimizer, "__init__", self._making_optimizer)
+
+    def _making_optimizer(self, original: Any) -> Any:
+        def init(made: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(made, *args, **kwargs)
+            self.memory.made_optimizers.append(made)
+
+        return init
 
     def _waiting(self, original: Any) -> Any:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:

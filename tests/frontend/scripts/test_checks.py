@@ -73,6 +73,16 @@ model.spare = torch.nn.Linear(8, 4).cuda()
         run_script(Script(path=path), World(size=4), TorchAdapter())
 
 
+def test_an_average_of_the_model_is_not_trained(tmp_path: Path) -> None:
+    """Its parameters may want gradients, as a copy's do; the model trains 8 x 8 + 8, its average none."""
+    text = DDP.replace("optimizer =", "import copy; average = copy.deepcopy(model.module); optimizer =")
+    text = text.replace("    optimizer.step()", "    optimizer.step()\n    average(torch.ones(4, 8).cuda())")
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    made = capture_script(Script(path=path), World(size=4), TorchAdapter()).graph
+    assert made.workload.parameters == 8 * 8 + 8
+
+
 def test_a_step_in_which_nobody_communicates(tmp_path: Path) -> None:
     text = DDP.replace("model = DistributedDataParallel(model)", "pass")
     (found,) = warned(tmp_path, text)
