@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -559,6 +561,7 @@ def test_an_error_says_which_version_the_repository_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, raises: str, what: str
 ) -> None:
     monkeypatch.chdir(tmp_path)  # what is downloaded in part stays there
+    monkeypatch.setitem(sys.modules, "packaging", importlib.import_module("packaging"))  # which one shadows
     (tmp_path / ".git").mkdir()
     (tmp_path / "requirements.txt").write_text(asked)
     folder = tmp_path / "training"
