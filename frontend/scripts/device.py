@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_map_only
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
+from echograph.frontend.pytorch.userfile import reason
 from echograph.frontend.scripts import places, smi, streams, values
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.autocast import as_on_cuda
@@ -69,6 +70,8 @@ _DOWNLOAD = (
     "it is downloaded, and is not here: have it downloaded before, to where the script looks for it (a cache "
     "counts, as HF_HOME's)"
 )
+_SHADOWED = "the script's own {} comes before the package {}, which another one asks for: take that package away"
+_NOT_THERE = "what it looks for is not there: give it where the script's README says that it comes from"
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
     (
@@ -97,6 +100,11 @@ _REMEDIES = (
         r"modified by an inplace operation",
         "as on real ranks of today's PyTorch: an optimizer stepped, or a tensor was written, between a forward "
         "pass and the backward pass that needs what was there; make that one before, or the forward pass anew",
+    ),
+    (
+        r"Descriptors cannot be created directly",
+        "a package of it is made for protobuf before 4: PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python in the "
+        "environment lets it be read",
     ),
     (
         r"Weights only load failed",
@@ -189,6 +197,9 @@ def remedy(error: BaseException, script: Path) -> str:
     known = next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
     if not known and isinstance(error, FileNotFoundError) and (made := option_for(error)):
         return f"give the file, or have it made of the shapes of the model that takes it: {made}"
+    looks = isinstance(error, AssertionError) and re.search(r"\b(exists|is_?file|is_?dir)\(", reason(error))
+    if not known and (looks or isinstance(error, FileNotFoundError)):
+        return _NOT_THERE
     if known is _DOWNLOAD:
         made = option_for(error)
         return f"{known}, or have it made of its shapes: {made}" if made else known
@@ -248,7 +259,10 @@ def _of_package(error: ImportError, name: str, script: Path) -> str:
     except ValueError:  # a stand-in
         found = None
     if found is not None and found.origin is not None:
-        if here := installed(package):
+        here = installed(package)
+        if here and "site-packages" not in Path(found.origin).parts:
+            return _SHADOWED.format(Path(found.origin).name, here)
+        if here:
             wanted = unmet(script, package) or asked(script, package)
             told = f" ({wanted})" if wanted else ""
             return f"{here} has no such name: install the version that the script is written for{told}"

@@ -63,6 +63,7 @@ class LivingTensors:
     Attributes:
         roots: modules that a script called, which no other module did.
         optimizers: those that stepped.
+        made_optimizers: those that the script made.
         trained: trainable elements, where an adapter counted them.
         state_providers: asked where a step begins, to say what an adapter knows of what lives then (`name`,
             `divide`).
@@ -71,6 +72,7 @@ class LivingTensors:
     def __init__(self) -> None:
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
+        self.made_optimizers: list[Optimizer] = []
         self.trained: int | None = None
         self.state_providers: list[Callable[[], None]] = []
         # By identity: what a module says of itself as a key may change (a metric's is of its values).
@@ -197,10 +199,16 @@ class LivingTensors:
             self._known.setdefault(storage._cdata, (role, name, over, storage))
 
     def parameter_count(self) -> int:
-        """Trainable elements of the roots, tied ones once; of what ranks have shares of, the whole."""
+        """Trainable elements of the roots, tied ones once; of what ranks have shares of, the whole.
+
+        A root that no optimizer has anything of, where one has of another, is an average or a teacher.
+        """
         if self.trained is not None:
             return self.trained
-        found = {id(p): p for root in self.roots for p in root.parameters() if p.requires_grad}
+        groups = (group for optimizer in self.made_optimizers for group in optimizer.param_groups)
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        trained = [root for root in self.roots if any(id(p) in held for p in root.parameters())] or self.roots
+        found = {id(p): p for root in trained for p in root.parameters() if p.requires_grad}
         return sum(self._divided[k][2] if k in self._divided else p.numel() for k, p in found.items())
 
     def parameters(self) -> Iterator[tuple[Tensor, str]]:

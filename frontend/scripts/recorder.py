@@ -336,6 +336,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._graph_of: Callable[[str], str] | None = None
         self._layouts: dict[tuple[Any, ...], Tensor] = {}
         self.kept: set[int] = set()
+        self._without_gradients: list[str] = []
 
     # -- what adapters say -----------------------------------------------------------------------------------
 
@@ -498,6 +499,14 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         yield patched(torch.autograd.graph, "_engine_run_backward", self._backward)
         yield patched(torch.autograd, "_engine_run_backward", self._backward)
         yield patched(torch.UntypedStorage, "resize_", self.resizing)
+        yield patched(Optimizer, "__init__", self._making_optimizer)
+
+    def _making_optimizer(self, original: Any) -> Any:
+        def init(made: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(made, *args, **kwargs)
+            self.memory.made_optimizers.append(made)
+
+        return init
 
     def _waiting(self, original: Any) -> Any:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -537,6 +546,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         # A module without parameters outside of all others prepares data.
         if self._recording and self._trains and not self._learns:
             self._take_sample(args)
+        if self._recording and self._trains and not self._stack and not torch.is_grad_enabled():
+            self._without_gradients.append(line_of_script())
         self._stack.append(self.memory.path_of(module))
 
     def _take_sample(self, args: Any) -> None:
@@ -614,6 +625,11 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         link_sums(self.graph)
         self._take_held()
         self._count_samples()
+        if passes := self._without_gradients:
+            self.note(
+                f"{passes[0]}: the step runs modules {len(passes):,} times without gradients (samples, an "
+                "evaluation, targets): where not every step does, record one that does not (--step)"
+            )
         self.graph.output(None)
         self._works.clear()
         self.deterministic = torch.are_deterministic_algorithms_enabled()

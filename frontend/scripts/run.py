@@ -158,6 +158,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter(plain_attention_masks())
         enter(recorder.hooked())
         enter(adapter.installed(world, recorder))
+        stand_ins.ask_anew()  # what the adapter imported found no GPU yet
         started: list[tuple[Any, Callable[[], Any]]] = []
         enter(patched(BaseProcess, "start", lambda f: _writing_down(started, f)))
         enter(_forked())

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from echograph.errors import CaptureError
+from echograph.frontend.pytorch.known_values import apart
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.opened import listening
 
@@ -60,9 +61,12 @@ class Saved:
 
     def _saving(self, original: Callable[..., Any]) -> Callable[..., None]:
         """`torch.save` that keeps what it is given, and writes what stands for it, wherever that goes."""
-        del original
 
-        def save(obj: Any, f: Any, *_: Any, **__: Any) -> None:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(obj, _STORAGES) and obj.device.type == "cpu":
+                with apart():  # part of what is pickled for another process, which has values
+                    original(obj, f, *args, **kwargs)
+                return
             self._note("torch.save writes no values, of which there are none")
             mark = _MARK + uuid.uuid4().hex.encode()
             self._kept[mark] = obj
@@ -128,6 +132,7 @@ class Saved:
         return load
 
 
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 _CHECKPOINT = "torch.distributed.checkpoint"
 
 

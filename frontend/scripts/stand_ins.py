@@ -50,7 +50,6 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
     wanted = {name: make for name, make in on_demand.items() if _is_missing(name)}
     finders: list[MetaPathFinder] = [parts, apex.Wanted(wanted), _Installed(made)]
     sys.meta_path += finders
-    _ask_anew()
     try:
         with (
             once_imported(_LOSSES, partial(_by_pytorch, note)),
@@ -60,7 +59,7 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
     finally:
         for finder in finders:
             sys.meta_path.remove(finder)
-        _ask_anew()
+        ask_anew()
         missing += wanted
         for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
             del sys.modules[name]
@@ -123,8 +122,8 @@ class _Parts(Loader, MetaPathFinder):
         """It is complete."""
 
 
-def _ask_anew() -> None:
-    """Transformers forgets what it knows of packages and devices, if it was imported where there are others."""
+def ask_anew() -> None:
+    """Transformers forgets what it knows of packages and devices, if it was imported where there were others."""
     asking = sys.modules.get("transformers.utils.import_utils")
     for function in list(vars(asking).values()) if asking is not None else ():
         if hasattr(function, "cache_clear"):

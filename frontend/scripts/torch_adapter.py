@@ -33,7 +33,7 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.capture import seen_by_a_compiler
 from echograph.frontend.pytorch.known_values import given, real
-from echograph.frontend.scripts import device
+from echograph.frontend.scripts import device, repeated
 from echograph.frontend.scripts.adapter import Adapter, once_imported, patched, replaced
 from echograph.frontend.scripts.checks import one_rank
 from echograph.frontend.scripts.collectives import coalesced
@@ -174,6 +174,7 @@ class TorchAdapter(Adapter):
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(device.present(world, recorder.note, recorder.counter))
+            enter(repeated.left_out(recorder))
             enter(coalesced())
             for owner in (torch.distributed, torch.distributed.distributed_c10d):
                 enter(patched(owner, "batch_isend_irecv", batched))

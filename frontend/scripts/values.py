@@ -242,6 +242,13 @@ def _arithmetic(kind: type, name: str) -> Any:
     return operate
 
 
+_ANOTHER = "{} asks whether a number is 0, which a capture does not have: it is another"
+
+
+def _is_zero(given: Any) -> bool:
+    return type(given) in (int, float) and not given
+
+
 def _compare(kind: type, name: str) -> Any:
     plain = getattr(kind, name)
 
@@ -249,6 +256,9 @@ def _compare(kind: type, name: str) -> Any:
         where = caller()
         # A number is itself, and finite.
         if _PRINTED.get() or other is self or (isinstance(other, float) and not math.isfinite(other)):
+            return plain(self, other)
+        if kind is float and name in ("__eq__", "__ne__") and _is_zero(other) and _going_on() is None:
+            _NOTE.get(_nobody)(_ANOTHER.format(asked()))
             return plain(self, other)
         frame = _asking()
         if frame is not None and (of := extreme(frame)):
@@ -346,6 +356,24 @@ _ITSELF = {
     **dict.fromkeys((torch.eq, Tensor.eq, Tensor.__eq__), True),
 }
 
+_WITH_ZERO = {
+    **dict.fromkeys((torch.eq, Tensor.eq, Tensor.__eq__), False),
+    **dict.fromkeys((torch.ne, Tensor.ne, Tensor.__ne__), True),
+}
+
+
+def _is_no_zero(args: tuple[Any, ...], out: Tensor) -> bool:
+    """Whether 0 is compared with a real number that nobody has, which is then another, as where it is read."""
+    one = args[0]
+    if out.dim() or len(args) < 2 or not _is_zero(args[1]) or not isinstance(one, FakeTensor):
+        return False
+    frame = _asking()
+    if is_known(one) or not one.is_floating_point() or (frame is not None and holds(frame) is not None):
+        return False
+    _NOTE.get(_nobody)(_ANOTHER.format(asked()))
+    return True
+
+
 _CHOOSING = {
     **dict.fromkeys((Tensor.gt, Tensor.__gt__), "max"), **dict.fromkeys((Tensor.lt, Tensor.__lt__), "min"),
 }  # fmt: skip
@@ -361,6 +389,8 @@ def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
     known = _ASKING_FINITE.get(func)
     if func in _ITSELF and len(args) == 2 and args[0] is args[1]:
         known = _ITSELF[func]
+    elif func in _WITH_ZERO and _is_no_zero(args, out):
+        known = _WITH_ZERO[func]
     elif func in _CHOOSING and not out.dim() and (frame := _asking()) is not None and (of := extreme(frame)):
         known = of == _CHOOSING[func]  # as numbers that stand for one: the tensor is what `max` and `min` choose
     elif func in _EITHER or func in _BOTH:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,16 @@ model.spare = torch.nn.Linear(8, 4).cuda()
     path.write_text(text.format(""))
     with pytest.raises(CaptureError, match="Expected to have finished reduction in the prior iteration"):
         run_script(Script(path=path), World(size=4), TorchAdapter())
+
+
+def test_an_average_of_the_model_is_not_trained(tmp_path: Path) -> None:
+    """Its parameters may want gradients, as a copy's do; the model trains 8 x 8 + 8, its average none."""
+    text = DDP.replace("optimizer =", "import copy; average = copy.deepcopy(model.module); optimizer =")
+    text = text.replace("    optimizer.step()", "    optimizer.step()\n    average(torch.ones(4, 8).cuda())")
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    made = capture_script(Script(path=path), World(size=4), TorchAdapter()).graph
+    assert made.workload.parameters == 8 * 8 + 8
 
 
 def test_a_step_in_which_nobody_communicates(tmp_path: Path) -> None:
@@ -520,13 +532,27 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
         ),
         ("numpy<1.0", "torch.distributed.barrier()", r"RANK and WORLD_SIZE .* the script made no group"),
         ("", "torch.ones(3, 2).t().view(-1)", "as on real ranks: what it views does not lie in memory so"),
-        ("torch==1.0.0", "open('nowhere.txt')", "No such file .*: the script raised it"),
+        ("torch==1.0.0", "open('nowhere.txt')", "No such file .*: what it looks for is not there"),
         ("", "import pynvml; pynvml.nvmlInit()", "install nvidia-ml-py beside echograph"),
         # What a package is imported from may have another name.
         (
             "yaml>=1",
             "from yaml import no_such; no_such()",
             r"PyYAML [\d.]+ has no such name: .*\(requirements.txt asks for yaml>=1\)",
+        ),
+        ("", "open('data/train.txt')", "what it looks for is not there: give it where the script's README says"),
+        ("", "import os; assert os.path.exists('stats.npz')", "AssertionError: .*what it looks for is not there"),
+        (
+            "",
+            "raise TypeError('Descriptors cannot be created directly')",
+            "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION",
+        ),
+        ("", "from yaml import no_such; no_such()", r"PyYAML [\d.]+ has no such name"),
+        (
+            "",
+            "import sys; open('training/packaging.py', 'w').close(); del sys.modules['packaging']; "
+            "from packaging import no_such; no_such()",
+            r"the script's own packaging\.py comes before the package packaging [\d.]+",
         ),
         ("", "from xformers.ops import no_such", "what stands in for it has no such name"),
     ],
@@ -535,6 +561,7 @@ def test_an_error_says_which_version_the_repository_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, raises: str, what: str
 ) -> None:
     monkeypatch.chdir(tmp_path)  # what is downloaded in part stays there
+    monkeypatch.setitem(sys.modules, "packaging", importlib.import_module("packaging"))  # which one shadows
     (tmp_path / ".git").mkdir()
     (tmp_path / "requirements.txt").write_text(asked)
     folder = tmp_path / "training"

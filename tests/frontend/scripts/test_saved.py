@@ -230,3 +230,25 @@ def test_files_of_safetensors_that_a_script_writes(tmp_path: Path, monkeypatch: 
     assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.safetensors", "train.py"]
     assert (tmp_path / "model.safetensors").read_bytes() == b"a day's training"
+
+
+PICKLED = """import pickle, subprocess, sys, torch
+from torch.utils._python_dispatch import _disable_current_modes
+with _disable_current_modes():
+    held = torch.tensor([3.0, 4.0])
+told = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read()).tolist())"
+made = subprocess.run([sys.executable, "-c", told], input=pickle.dumps(held), capture_output=True, check=True)
+assert made.stdout == b"[3.0, 4.0]\\n", made.stdout
+model = torch.nn.Linear(8, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.ones(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_values_of_the_host_are_pickled_for_another_process(tmp_path: Path) -> None:
+    """A process that was forked before, as of a data set's map, does not know what is kept here."""
+    path = tmp_path / "train.py"
+    path.write_text(PICKLED)
+    assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded
