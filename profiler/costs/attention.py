@@ -3,13 +3,18 @@ r"""Seconds of fused (flash) attention, forward and backward, on one device.
 The kernel deals tiles of T = 128 queries (forward) or keys (backward) of every batch entry and head to the SMs:
 
     pair_s  = 4 d / (efficiency * peak / SMs)      one query against one key, d: head dim that the kernel pads to
-    overhead_s = 4 (overhead + d overhead_per_element) / (peak / SMs)      filling and draining a tile, per query
-    tile_s  = T (mean keys per query * pair_s + overhead_s)
+    fill_s  = 4 T (overhead + d overhead_per_element) / (peak / SMs)           filling and draining a tile
+    tile_s  = T mean keys per query * pair_s + fill_s
     seconds = launch + max(longest tile, tiles tile_s / SMs + tail * longest tile) + traffic
 
-times what a dense table says beyond that: a correction on a coarse grid of tiles, keys and head dims.
-Causal tiles see, on average, half of the keys plus half a tile; tiles of a sliding window the window plus a tile.
-A kernel of larger tiles says so (`tile`, or `tile_elements` where it takes the fewer the longer they are), and how
+times what a dense table says beyond that: a correction on a coarse grid of tiles (as of the longest), of the keys
+of the longest tile, and of head dims. It falls by no more than the formula grows, so that no larger pass is a
+shorter one; beyond the grid it stays what it is at the border.
+Causal tiles see, on average, half of the keys plus half a tile (`edge` of one, where rows with and without a mask
+tell it); tiles of a sliding window the window plus a tile. Where causal tiles are fewer than the SMs, their keys
+are cut into as many splits as SMs idle, up to `splits`.
+A kernel of larger tiles says so (`tile`, or `tile_elements` where wider heads have smaller ones, which fill and
+drain as long), whether they have no more rows than there are keys, in steps of how many (`tile_fits`), and how
 many keys it takes at once where it pads them (`key_tile`).
 Tiles without a mask are all of one length, so a share of the kernel (`wave_rounding`) waits for the last wave to
 fill. Where long kernels show that the clock falls, tiles take throttle * F / (F + throttle_flops) more, F: FLOPs.
@@ -23,7 +28,7 @@ Source of the scheme: Dao, FlashAttention-2, 2023 (parallel over batch, heads an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +53,8 @@ ATTENTION_KERNELS = ("trtllm", "flash1", "flash2", "flash3", "flash4", "cudnn")
 """Kernels that some device has a model of; a profile may name others of its own."""
 
 TILE = 128.0
+TILE_STEP = 64.0
+"""Rows that the tiles of a kernel differ by, from head dim to head dim."""
 BACKWARD_FLOPS = 2.5
 """FLOPs of the backward pass over those of the forward pass."""
 
@@ -183,6 +190,72 @@ def _analytical(cost: CostEstimate, doubt: float) -> CostEstimate:
     return widen(cost, np.asarray(doubt))._replace(source="analytical")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deal:
+    """How a pass is dealt to the SMs, an array each: what stands in the module's equations.
+
+    Attributes:
+        width: the head dim that the kernel pads to.
+        tile: queries (backward: keys) of a tile.
+        tiles: how many there are.
+        visited: keys that a query's tile visits on average.
+        seen: keys (backward: queries) that a tile visits on average.
+        swept: those that the longest tile visits.
+    """
+
+    width: FloatArray
+    tile: float | FloatArray
+    tiles: FloatArray
+    visited: FloatArray
+    seen: FloatArray
+    swept: FloatArray
+
+
+def dealt(
+    model: AttentionModel,
+    kernel: AttentionPass,
+    shape: AttentionShape,
+    *,
+    causal: bool | npt.NDArray[np.bool_],
+    backward: bool = False,
+) -> Deal:
+    """How a pass is dealt to the SMs, for every shape."""
+    width = (padded(model, shape.d) + padded(model, shape.v_d)) / 2.0
+    tile = tile_rows(kernel, width, shape.kv)
+    # Of more queries than keys those at the front see nothing, and tiles of theirs alone take nothing.
+    seeing = np.minimum(shape.q, shape.kv if backward else np.maximum(shape.kv, tile))
+    seeing = np.where(causal, seeing, shape.q)
+    visited = keys_visited(replace(shape, q=seeing), causal, tile, kernel.key_tile, kernel.edge)
+    keys = _whole(shape.kv, kernel.key_tile)
+    # The padding of keys is in `visited` where there is no mask: there the tiles have it as well.
+    tiled, swept = (np.where(causal, shape.kv, keys), seeing) if backward else (seeing, keys)
+    return Deal(
+        width=width,
+        tile=tile,
+        tiles=shape.b * shape.h * np.ceil(tiled / tile),
+        visited=visited,
+        seen=np.minimum(swept, visited * seeing / tiled),
+        swept=np.minimum(swept, shape.window + tile),
+    )
+
+
+def correction_sizes(
+    kernel: AttentionPass, sheet: Datasheet, deal: Deal, causal: bool | npt.NDArray[np.bool_]
+) -> list[FloatArray]:
+    """What the correction depends on: tiles as of the longest, its keys, the width.
+
+    The first two grow with the queries and keys of a pass, masked or not. Keys beyond the longest rows that were
+    measured count as those, and the last wave of tiles by the share of it that is waited for.
+    """
+    waves = deal.tiles / sheet.sm_count
+    waves = np.where(causal | (waves <= 1.0), waves, waves + kernel.wave_rounding * (np.ceil(waves) - waves))
+    return [
+        sheet.sm_count * waves * deal.seen / deal.swept,
+        deal.swept * np.minimum(1.0, kernel.plateau_keys / deal.visited),
+        deal.width,
+    ]
+
+
 def pass_seconds(
     model: AttentionModel,
     kernel: AttentionPass,
@@ -195,23 +268,17 @@ def pass_seconds(
     """Seconds of one pass for every shape."""
     peak = sheet.peak_flops_per_s[model.peak]
     flops_per_pair = 4.0 * (BACKWARD_FLOPS if backward else 1.0)
-    width = (padded(model, shape.d) + padded(model, shape.v_d)) / 2.0
     unit_s = flops_per_pair / (peak / sheet.sm_count)
-    pair_s, overhead_s = (
-        unit_s * _work_per_pair(kernel, width),
-        unit_s * (kernel.overhead + kernel.overhead_per_element * width),
-    )
-    tile = tile_rows(kernel, width, shape.kv)
-    visited = keys_visited(shape, causal, tile, kernel.key_tile)
-    keys = _whole(shape.kv, kernel.key_tile)
-    # The padding of keys is in `visited` where there is no mask: there the tiles have it as well.
-    tiled, swept = (np.where(causal, shape.kv, keys), shape.q) if backward else (shape.q, keys)
-    tiles = shape.b * shape.h * np.ceil(tiled / tile)
-    overhead_s = overhead_s * np.maximum(1.0, visited / kernel.plateau_keys)
-    seen = visited * shape.q / tiled
-    mean_s = tile * (seen * pair_s + overhead_s)
-    longest_s = tile * (np.minimum(swept, shape.window + tile) * pair_s + overhead_s)
-    waves = tiles / sheet.sm_count
+    deal = dealt(model, kernel, shape, causal=causal, backward=backward)
+    pair_s = unit_s * _work_per_pair(kernel, deal.width)
+    # Filling and draining take as long of a tile that has fewer rows.
+    overhead_s = kernel.tile * unit_s * (kernel.overhead + kernel.overhead_per_element * deal.width)
+    overhead_s = overhead_s * np.maximum(1.0, deal.visited / kernel.plateau_keys)
+    mean_s = deal.tile * deal.seen * pair_s + overhead_s
+    waves = deal.tiles / sheet.sm_count
+    # Libraries split the keys of a causal pass whose tiles are fewer than the SMs.
+    splits = np.where(causal, np.clip(1.0 / waves, 1.0, kernel.splits), 1.0)
+    longest_s = deal.tile * deal.swept / splits * pair_s + overhead_s
     full = waves + np.where(causal, 0.0, kernel.wave_rounding) * (np.ceil(waves) - waves)
     busy = np.maximum(longest_s, full * mean_s + kernel.tail * longest_s * np.minimum(1.0, waves))
     if kernel.throttle:
@@ -221,8 +288,8 @@ def pass_seconds(
     scale = kernel.time_scale * windowed
     seconds = kernel.launch_s + scale * (busy + _traffic_seconds(kernel, sheet, shape))
     if kernel.residual is not None:
-        log_factor, _ = correction(kernel.residual, [tiles, np.minimum(visited, kernel.plateau_keys), width])
-        seconds = seconds * np.exp(log_factor)
+        sizes = correction_sizes(kernel, sheet, deal, causal)
+        seconds = seconds * np.exp(correction(kernel.residual, sizes, fades=False)[0])
     return np.maximum(seconds, _floor_seconds(sheet, shape, peak, flops_per_pair, causal))
 
 
@@ -254,19 +321,37 @@ def attention_flops(
 
 
 def keys_visited(
-    shape: AttentionShape, causal: bool | npt.NDArray[np.bool_], tile: float | FloatArray = TILE, key_tile: int = 1
+    shape: AttentionShape,
+    causal: bool | npt.NDArray[np.bool_],
+    tile: float | FloatArray = TILE,
+    key_tile: int = 1,
+    edge: float = 0.5,
 ) -> FloatArray:
-    """Keys that a query's tile visits on average: the diagonal tile whole, without a mask the last step."""
-    edges = np.where(shape.window < shape.kv, 1.0, 0.5)
+    """Keys that a query's tile visits on average: the diagonal tile whole, without a mask the last step.
+
+    Args:
+        shape: of the pass.
+        causal: whether there is a mask.
+        tile: queries of a tile.
+        key_tile: keys of a step, which are visited together.
+        edge: what a masked tile visits beyond its mask, in tiles.
+    """
+    edges = edge * np.where(shape.window < shape.kv, 2.0, 1.0)
     seen = np.minimum(shape.kv, _keys_attended(shape, causal) + edges * np.minimum(shape.q, tile))
-    return np.asarray(seen if key_tile == 1 else np.where(causal, seen, _whole(shape.kv, key_tile)))
+    if key_tile == 1:
+        return np.asarray(seen)
+    # The last step of a tile is half of it beyond the mask, on average.
+    keys = _whole(shape.kv, key_tile)
+    return np.where(causal, np.clip(seen + key_tile / 2.0, key_tile, keys), keys)
 
 
 def tile_rows(kernel: AttentionPass, width: FloatArray, keys: FloatArray) -> float | FloatArray:
-    """Queries or keys of a tile, by padded head dim; no more than there are keys, in whole tiles of 128."""
+    """Queries or keys of a tile, by padded head dim: as many as its elements hold, 128 at least."""
     if not kernel.tile_elements:
         return float(kernel.tile)
-    return np.minimum(np.minimum(float(kernel.tile), kernel.tile_elements / width), _whole(keys, int(TILE)))
+    held = np.floor(kernel.tile_elements / width / TILE_STEP) * TILE_STEP
+    rows = np.minimum(float(kernel.tile), np.maximum(TILE, held))
+    return np.minimum(rows, _whole(keys, kernel.tile_fits)) if kernel.tile_fits else rows
 
 
 def _whole(keys: FloatArray, step: int) -> FloatArray:

@@ -253,8 +253,11 @@ class AttentionPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     launch_s: _Seconds
     tile: _Count = 128
     tile_elements: Annotated[int, msgspec.Meta(ge=0, le=10**6)] = 0
+    tile_fits: Annotated[int, msgspec.Meta(ge=0, le=10**6)] = 0
     key_tile: _Count = 1
     wave_rounding: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    splits: Annotated[float, msgspec.Meta(ge=1, le=1e6)] = 1.0
+    edge: _Weight = 0.5
     throttle: _Weight = 0.0
     throttle_flops: Annotated[float, msgspec.Meta(ge=0, le=1e30)] = 0.0
     query_traffic: _Weight = 0.0

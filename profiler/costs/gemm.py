@@ -79,11 +79,11 @@ def corners(
     return np.stack(flat), np.stack(weights), np.sum(outside, axis=0)
 
 
-def correction(grid: Grid, sizes: Sequence[FloatArray]) -> tuple[FloatArray, FloatArray]:
-    """The correction of log time at each point, and how far to trust it (1 inside, falling to 0)."""
+def correction(grid: Grid, sizes: Sequence[FloatArray], *, fades: bool = True) -> tuple[FloatArray, FloatArray]:
+    """The correction of log time at each point, and how far to trust it (1 inside, falling to 0 if it fades)."""
     flat, weights, outside = corners(grid.knots, sizes)
     values = np.asarray(grid.permille, dtype=np.float64)[flat] / 1000.0
-    trust = np.exp(-outside / FADE_OCTAVES)
+    trust = np.exp(-outside / FADE_OCTAVES) if fades else np.ones(outside.shape)
     return np.clip((values * weights).sum(axis=0), -LIMIT, LIMIT) * trust, trust
 
 

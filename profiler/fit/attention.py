@@ -7,8 +7,9 @@ known, backward runs at the ratio of the two that cuDNN shows on the same archit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -17,6 +18,8 @@ import numpy.typing as npt
 from echograph.profiler.costs.attention import (
     AttentionShape,
     attention_shape,
+    correction_sizes,
+    dealt,
     keys_visited,
     padded,
     pass_seconds,
@@ -55,15 +58,17 @@ PADDED_HEAD_DIMS = {
 """Head dims that each kernel is compiled for; others run as the next larger. FlashAttention-4 takes 72 as 80, but
 checks the edge of every load, which the rows show: it has a rate of its own."""
 
-TILES = {"flash1": {"tile": 256, "tile_elements": 16384}, "flash4": {"tile": 256, "key_tile": 128}}
+TILES = {
+    "flash1": {"tile": 256, "tile_elements": 16384, "tile_fits": 128},
+    "flash3": {"tile": 192, "tile_elements": 18432},
+    "flash4": {"tile": 256, "key_tile": 128},
+}
 """Tiles of kernels that have not 128 queries or keys of one, and keys of a step, of kernels that pad them.
 FlashAttention-1 takes 256 keys of head dim 64, where there are more than 128, and 128 of 128
-(csrc/flash_attn/src/fmha_fwd_hdim64.cu and fmha_fwd_hdim128.cu at v1.0.9: FMHA_kernel_traits). FlashAttention-4
-has two tiles of 128 queries in flight (flash_attn/cute/flash_fwd_sm100.py: m_block_size, q_stage and
-n_block_size)."""
-
-TILES_START, THROTTLE_START = (0.0,), (float(logit(0.2)), float(np.log(1e14)))
-"""Where the search of wave rounding, and of the throttle and its FLOPs, starts."""
+(csrc/flash_attn/src/fmha_fwd_hdim64.cu and fmha_fwd_hdim128.cu at v1.0.9: FMHA_kernel_traits). FlashAttention-3
+takes 192 queries of head dims 64 and 96, and 128 of larger ones (hopper/tile_size.h: tile_size_fwd_sm90).
+FlashAttention-4 has two tiles of 128 queries in flight (flash_attn/cute/flash_fwd_sm100.py: m_block_size, q_stage
+and n_block_size)."""
 
 HALF_TILE = 0.5
 """Assumed where the clock is fitted too: of the longest tile what the last wave leaves idle. The rows, of fourteen
@@ -71,6 +76,24 @@ waves and more, do not tell it apart from the clock."""
 
 MIN_THROTTLED = 24
 """Rows that bear two parameters more: three for each."""
+
+TRAFFIC = (
+    *("query_traffic", "kv_traffic", "traffic_knee_bytes", "traffic_sharpness", "traffic_cached"),
+    "launch_s",
+)
+"""What a dense table tells of what nothing hides, in the order of the search."""
+
+MOST_EDGE = 100.0
+"""Tiles that one visits beyond its mask: more than any row can show."""
+
+LEAST_KEYS, LEAST_WIDTH = 1, 16
+"""Below the knots of a correction: the least of each that a pass has."""
+
+BETWEEN = 4
+"""Steps between two knots of a correction at which the growth of the time without it is looked at."""
+
+KEPT_GROWTH = 0.95
+"""Of that growth a correction may take back so much; the rest is left for what lies between the steps."""
 
 CHART_LAUNCH_S = 5e-6
 """Launch and drain of a chart's kernel: its rates, at milliseconds a kernel, do not show it."""
@@ -166,9 +189,9 @@ def fit_pass(
         between_libraries: spread of the libraries that were measured, which the pass's is not below.
         throttled: also fit by how much the clock falls in long kernels, if there are rows enough.
     """
-    empty = AttentionModel(peak="bf16", padded_head_dims=PADDED_HEAD_DIMS[name], forward=_unpack(np.zeros(4), [1]))
+    least = _Sought(dims=(1,), name=name)
+    empty = _model(name, least.kernel(least.start()))
     widths = (padded(empty, rows.shape.d) + padded(empty, rows.shape.v_d)) / 2.0
-    dims = [int(width) for width in np.unique(widths)]
     longest = float(np.max(keys_visited(rows.shape, rows.causal)))
 
     def predict(kernel: AttentionPass, on: Attentions) -> FloatArray:
@@ -178,13 +201,19 @@ def fit_pass(
         few = np.flatnonzero(mask)
         seen = rows.take(few[subsample(len(few))])
         weight, log_time = weights(seen.seconds), np.log(seen.seconds)
-        own = _own_start(name, throttled=throttled and len(few) >= MIN_THROTTLED)
+        sought = _Sought(
+            dims=tuple(int(width) for width in np.unique(widths)),
+            name=name,
+            traffic=dense,
+            splits=dense and bool(np.any(rows.causal)),
+            edge=dense and bool(np.any(rows.causal)) and not np.all(rows.causal),
+            throttle=throttled and len(few) >= MIN_THROTTLED,
+        )
 
         def residuals(p: FloatArray) -> FloatArray:
-            return np.asarray(weight * (np.log(predict(_kernel_of(p, dims, name, own), seen)) - log_time))
+            return np.asarray(weight * (np.log(predict(sought.kernel(p), seen)) - log_time))
 
-        best = minimize(residuals, np.concatenate([_start(len(dims), dense), own]))
-        kernel = msgspec.structs.replace(_kernel_of(best, dims, name, own), plateau_keys=longest)
+        kernel = msgspec.structs.replace(sought.kernel(minimize(residuals, sought.start())), plateau_keys=longest)
         if not dense:
             return kernel
         return msgspec.structs.replace(kernel, residual=_fit_residual(empty, kernel, sheet, rows.take(mask)))
@@ -202,30 +231,137 @@ def fit_pass(
     return msgspec.structs.replace(kernel, label=label)
 
 
-def _own_start(name: str, *, throttled: bool) -> tuple[float, ...]:
-    """Where the search of what a kernel alone has starts: wave rounding, or the throttle; () of neither."""
-    return TILES_START if name in TILES else THROTTLE_START if throttled else ()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sought:
+    """What the search for a pass looks for, beside efficiencies, overheads and the tail.
 
+    Attributes:
+        dims: padded head dims, each of an efficiency.
+        name: the kernel's; one of `TILES` also has a share of waves that are whole.
+        traffic: what nothing hides, and the launch.
+        splits: of the keys of causal rows, where SMs idle.
+        edge: of causal tiles beyond their mask, which rows with and without a mask tell.
+        throttle: of the clock, by FLOPs.
+    """
 
-def _kernel_of(p: FloatArray, dims: list[int], name: str, own: tuple[float, ...]) -> AttentionPass:
-    kernel = _unpack(p[: len(p) - len(own)], dims)
-    if own is TILES_START:
-        return msgspec.structs.replace(kernel, **TILES[name], wave_rounding=float(sigmoid(p[-1])))
-    if own is THROTTLE_START:
-        throttle, flops = float(MOST_THROTTLE * sigmoid(p[-2])), float(np.exp(p[-1]))
-        return msgspec.structs.replace(kernel, throttle=throttle, throttle_flops=flops, tail=HALF_TILE)
-    return kernel
+    dims: tuple[int, ...]
+    name: str
+    traffic: bool = False
+    splits: bool = False
+    edge: bool = False
+    throttle: bool = False
+
+    def start(self) -> FloatArray:
+        """Where the search starts; positive numbers are searched as logs, fractions as logits."""
+        parts = [
+            np.full(len(self.dims), logit(0.5)),
+            [np.log(1e4), np.log(1e2), np.log(0.5)],
+            [np.log(3.0), np.log(6.0), np.log(5e7), 0.0, np.log(0.5), np.log(5e-6)] if self.traffic else [],
+            [np.log(0.5)] if self.splits else [],
+            [np.log(0.5)] if self.edge else [],
+            [0.0] if self.name in TILES else [],
+            [logit(0.2), np.log(1e14)] if self.throttle else [],
+        ]
+        return np.concatenate([np.asarray(part, dtype=np.float64) for part in parts])
+
+    def kernel(self, p: FloatArray) -> AttentionPass:
+        """The pass of a vector of what is looked for."""
+        count = len(self.dims)
+        rest = iter(p[count:].tolist())
+        found = AttentionPass(
+            label=Label(source="fitted", basis="", spread=0.0, spread_short=0.0),
+            head_dims=list(self.dims),
+            efficiency=sigmoid(p[:count]).tolist(),
+            overhead=float(np.exp(next(rest))),
+            overhead_per_element=float(np.exp(next(rest))),
+            tail=float(np.exp(next(rest))),
+            launch_s=CHART_LAUNCH_S,
+        )
+        more: dict[str, float] = {**TILES.get(self.name, {})}
+        if self.traffic:
+            more |= {name: float(np.exp(next(rest))) for name in TRAFFIC}
+        if self.splits:
+            more["splits"] = 1.0 + float(np.exp(next(rest)))
+        if self.edge:
+            more["edge"] = min(float(np.exp(next(rest))), MOST_EDGE)
+        if self.name in TILES:
+            more["wave_rounding"] = float(sigmoid(next(rest)))
+        if self.throttle:
+            throttle, flops = float(MOST_THROTTLE * sigmoid(next(rest))), float(np.exp(next(rest)))
+            more |= {"throttle": throttle, "throttle_flops": flops, "tail": HALF_TILE}
+        return msgspec.structs.replace(found, **more)
 
 
 def _fit_residual(model: AttentionModel, kernel: AttentionPass, sheet: Datasheet, rows: Attentions) -> Grid:
-    """What the rows of a forward pass say beyond the physical model."""
-    s = rows.shape
-    error = np.log(rows.seconds / pass_seconds(model, kernel, sheet, s, causal=rows.causal))
-    width = (padded(model, s.d) + padded(model, s.v_d)) / 2.0
-    visited = keys_visited(s, rows.causal, kernel.tile, kernel.key_tile)
-    sizes = [s.b * s.h * np.ceil(s.q / kernel.tile), visited, width]
-    knots = (TILE_KNOTS, KEY_KNOTS, WIDTH_KNOTS)
-    return fit_grid(knots, [(sizes, 1.0)], error, weights(rows.seconds), smoothness=SMOOTHNESS, ridge=RIDGE)
+    """What the rows of a forward pass say beyond the physical model, so that no larger pass is a shorter one."""
+    error = np.log(rows.seconds / pass_seconds(model, kernel, sheet, rows.shape, causal=rows.causal))
+    deal = dealt(model, kernel, rows.shape, causal=rows.causal)
+    sizes = correction_sizes(kernel, sheet, deal, rows.causal)
+    knots = (tuple(sheet.sm_count * waves for waves in WAVE_KNOTS), KEY_KNOTS, WIDTH_KNOTS)
+    return fit_grid(
+        knots,
+        [(sizes, 1.0)],
+        error,
+        weights(rows.seconds),
+        smoothness=SMOOTHNESS,
+        ridge=RIDGE,
+        may_fall=may_fall(kernel, sheet, knots),
+    )
+
+
+def may_fall(kernel: AttentionPass, sheet: Datasheet, knots: Sequence[Sequence[float]]) -> FloatArray:
+    """By how much a correction may lie below that of the next smaller size, so that the time still grows.
+
+    Sizes are those of `correction_sizes`. What the model says of a size counts as no more than what it says of any
+    larger one, as of a head dim whose kernel is slower than the next (measured).
+
+    Args:
+        kernel: without a correction.
+        sheet: the device's datasheet.
+        knots: of the grid along each axis.
+
+    Returns:
+        Of log time, in whole permille, for neighbours in the order of `fit_grid`.
+    """
+    # Below the first knot of keys and widths the correction stays, and the time has to grow there as well.
+    wider = [knots[0], [LEAST_KEYS, *knots[1]], [LEAST_WIDTH, *knots[2]]]
+    fine = [
+        np.concatenate([*(np.geomspace(*pair, BETWEEN, endpoint=False) for pair in pairwise(axis)), [axis[-1]]])
+        for axis in wider
+    ]
+    whole, keys, width = np.meshgrid(*fine, indexing="ij")
+    keys = np.ceil(keys / kernel.key_tile) * kernel.key_tile
+    model = AttentionModel(peak="bf16", padded_head_dims=fine[2].tolist(), forward=kernel)
+    # Times are those of whole waves: the correction takes the share of a wave that rounding adds for tiles.
+    kernel = msgspec.structs.replace(kernel, wave_rounding=0.0)
+    # Of a narrow head less traffic adds to the time than of the width that it is padded to.
+    still = msgspec.structs.replace(kernel, query_traffic=0.0, kv_traffic=0.0)
+    found = []
+    for causal in (False, True):
+        one = dealt(model, kernel, attention_shape(1.0, 1.0, keys, width), causal=causal)
+        shape = attention_shape(1.0, whole * one.swept / one.seen / one.tiles, keys, width)
+        for moves in (kernel, still):
+            log_s = np.log(pass_seconds(model, moves, sheet, shape, causal=causal))
+            sizes = enumerate((whole, keys, width))
+            found.append(np.concatenate([_least_growth(log_s, np.log2(size), axis) for axis, size in sizes]))
+    return np.asarray(np.floor(KEPT_GROWTH * np.min(found, axis=0) * 1000.0) / 1000.0)
+
+
+def _least_growth(log_s: FloatArray, octaves: FloatArray, axis: int) -> FloatArray:
+    """By how much log times grow between neighbours along an axis, at the least rate in the cells around them."""
+    least = np.flip(np.minimum.accumulate(np.flip(log_s, axis), axis), axis)
+    more, wide = np.diff(least, axis=axis), np.diff(octaves, axis=axis)
+    # Keys that fill no step of the kernel are as many as before.
+    rate = np.divide(more, wide, out=np.full(more.shape, np.inf), where=wide > 0)
+    for along, points in enumerate(log_s.shape):
+        # Along the axis itself the step below tells of a time that begins to grow within the first.
+        knots = range(0, points - (along == axis), BETWEEN)
+        below, above = (1, BETWEEN) if along == axis else (BETWEEN, BETWEEN + 1)
+        cells = [range(max(0, at - below), min(rate.shape[along], at + above)) for at in knots]
+        rate = np.stack([np.take(rate, cell, along).min(axis=along) for cell in cells], axis=along)
+    at_knots = tuple(slice(None, None, BETWEEN) for _ in log_s.shape)
+    inside = (slice(None), slice(1, None), slice(1, None))
+    return np.asarray(rate[inside] * np.diff(octaves[at_knots], axis=axis)[inside]).ravel()
 
 
 def chart_rows(table: KernelTable, kernel: str, op: str) -> KernelTable:
@@ -257,39 +393,9 @@ def forward_share(model: AttentionModel, sheet: Datasheet) -> Callable[[Attentio
     return share
 
 
-TILE_KNOTS = (4, 16, 64, 256, 1024, 4096, 16384, 65536)
-KEY_KNOTS = (256, 512, 1024, 2048, 4096, 16384, 65536)
+WAVE_KNOTS = (0.03125, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 16.0, 64.0, 512.0)
+KEY_KNOTS = (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 WIDTH_KNOTS = (64, 96, 128, 192, 256)
-
-
-def _start(dims: int, traffic: bool) -> FloatArray:
-    side = [np.log(3.0), np.log(6.0), np.log(5e7), 0.0, np.log(0.5), np.log(5e-6)] if traffic else []
-    return np.concatenate([np.full(dims, logit(0.5)), [np.log(1e4), np.log(1e2), np.log(0.5)], side])
-
-
-def _unpack(p: FloatArray, dims: list[int]) -> AttentionPass:
-    count = len(dims)
-    kernel = AttentionPass(
-        label=Label(source="fitted", basis="", spread=0.0, spread_short=0.0),
-        head_dims=dims,
-        efficiency=sigmoid(p[:count]).tolist(),
-        overhead=float(np.exp(p[count])),
-        overhead_per_element=float(np.exp(p[count + 1])),
-        tail=float(np.exp(p[count + 2])),
-        launch_s=CHART_LAUNCH_S,
-    )
-    side = np.exp(p[count + 3 :]).tolist()
-    if len(side) != 6:
-        return kernel
-    return msgspec.structs.replace(
-        kernel,
-        query_traffic=side[0],
-        kv_traffic=side[1],
-        traffic_knee_bytes=side[2],
-        traffic_sharpness=side[3],
-        traffic_cached=side[4],
-        launch_s=side[5],
-    )
 
 
 DENSE_ROWS = 500
@@ -527,14 +633,15 @@ def _slower(ahead: AttentionPass, ratio: float, basis: str) -> AttentionPass:
 
 
 def _with_large(kernel: AttentionPass, ratio: float) -> AttentionPass:
-    """The pass with a knot at head dim 128, where none that large was measured."""
+    """The pass with a knot at head dim 128, where none that large was measured; no faster than what was."""
     if kernel.head_dims[-1] >= LARGE_DIM:
         return kernel
+    most = kernel.efficiency[-1] * LARGE_DIM / kernel.head_dims[-1]
     basis = f"{kernel.label.basis}; head dim 128 as the inference kernel"
     return msgspec.structs.replace(
         kernel,
         head_dims=[*kernel.head_dims, LARGE_DIM],
-        efficiency=[*kernel.efficiency, kernel.efficiency[0] / ratio],
+        efficiency=[*kernel.efficiency, min(kernel.efficiency[0] / ratio, most)],
         label=msgspec.structs.replace(kernel.label, basis=basis),
     )
 

@@ -73,6 +73,7 @@ def fit_grid(
     *,
     smoothness: float,
     ridge: float,
+    may_fall: FloatArray | None = None,
 ) -> Grid:
     """The grid that explains log errors best, pulled to zero and to its neighbours.
 
@@ -83,6 +84,8 @@ def fit_grid(
         weight: trust in each row, [rows].
         smoothness: price of a difference between neighbours, per octave.
         ridge: price of a correction.
+        may_fall: by how much a value may lie below that of its lower neighbour (along the first axis, then the
+            second, then the third); None: by anything.
 
     Raises:
         MissingExtraError: scipy is not installed.
@@ -109,16 +112,52 @@ def fit_grid(
     trust, values = weight.copy(), np.zeros(count)
     for _ in range(GRID_PASSES):
         weighted = sparse.diags(trust**2)
-        values = spsolve((design.T @ weighted @ design + penalty).tocsc(), design.T @ (trust**2 * error))
+        normal, pulled = (design.T @ weighted @ design + penalty).tocsc(), design.T @ (trust**2 * error)
+        if may_fall is None:
+            values = spsolve(normal, pulled)
+        else:
+            values = _growing(normal.toarray(), pulled, end, start, -may_fall)
         trust = weight / np.sqrt(1.0 + ((error - design @ values) / OUTLIER) ** 2)
     limited = np.clip(np.rint(values * 1000.0), -LIMIT * 1000.0, LIMIT * 1000.0)
     first, second, third = ([float(v) for v in axis] for axis in knots)
     return Grid(knots=(first, second, third), permille=limited.astype(int).tolist())
 
 
+def _growing(
+    normal: FloatArray,
+    pulled: FloatArray,
+    end: npt.NDArray[np.intp],
+    start: npt.NDArray[np.intp],
+    least: FloatArray,
+) -> FloatArray:
+    """Least squares under `values[end] - values[start] >= least`, exactly (Lawson and Hanson, 1974, chapter 23).
+
+    Args:
+        normal: the matrix of the normal equations, positive definite.
+        pulled: their right side.
+        end: upper knots of pairs.
+        start: lower knots of pairs.
+        least: by how much the upper is above the lower at least.
+    """
+    from scipy.linalg import cholesky, solve_triangular
+    from scipy.optimize import nnls
+
+    lower = cholesky(normal, lower=True)
+    free = solve_triangular(lower, pulled, lower=True)
+    steps = np.zeros((len(end), len(pulled)))
+    rows = np.arange(len(end))
+    steps[rows, end], steps[rows, start] = 1.0, -1.0
+    turned = solve_triangular(lower, steps.T, lower=True)
+    distance = np.vstack([turned, least - free @ turned])
+    target = np.append(np.zeros(len(pulled)), 1.0)
+    share, _ = nnls(distance, target)
+    off = distance @ share - target
+    return np.asarray(solve_triangular(lower, free - off[:-1] / off[-1], lower=True, trans=1))
+
+
 def _neighbours(
     knots: Sequence[Sequence[float]], shape: tuple[int, ...]
-) -> tuple[FloatArray, FloatArray, FloatArray]:
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], FloatArray]:
     """Flat indices of adjacent knots and the root of the price of their difference."""
     index = np.arange(int(np.prod(shape))).reshape(shape)
     start, end, price = [], [], []

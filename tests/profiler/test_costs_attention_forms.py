@@ -21,7 +21,8 @@ CONSTANTS = {
     "overhead": 37.0, "overhead_per_element": 0.7, "tail": 0.43, "launch_s": 3.1e-6, "time_scale": 1.07,
     "query_traffic": 1.3, "kv_traffic": 2.9, "traffic_knee_bytes": 3e7, "traffic_sharpness": 0.8,
     "traffic_cached": 0.21, "plateau_keys": 20_000.0, "residual": None,
-    "tile": 192, "key_tile": 96, "wave_rounding": 0.37, "throttle": 0.21, "throttle_flops": 3e12,
+    "tile": 192, "tile_elements": 12_800, "tile_fits": 160, "key_tile": 96, "wave_rounding": 0.37,
+    "splits": 2.3, "edge": 0.61, "throttle": 0.21, "throttle_flops": 3e12,
 }  # fmt: skip
 SHAPES = {
     "square": (3, 8, 512, 80, 8, 512, 80),
@@ -76,12 +77,19 @@ def expected(of: DeviceProfile, shape: tuple[int, ...], causal: bool, backward: 
     pair_s, overhead_s = sm_s * work(width, 0.9 if backward else 1.0), sm_s * (37.0 + 0.7 * width)
     attended = kv if not causal else kv - q / 2 if q <= kv else kv**2 / (2 * q)
     keys = 96 * ceil(kv / 96)
-    visited = min(kv, attended + min(q, 192) / 2) if causal else keys
-    overhead_s *= max(1.0, visited / 20_000.0)
-    tiled, swept = (kv if causal else keys, q) if backward else (q, keys)
-    waves = b * h * ceil(tiled / 192) / sheet.sm_count
-    mean_s = 192 * (visited * q / tiled * pair_s + overhead_s)
-    longest_s = 192 * (swept * pair_s + overhead_s)
+    # 12,800 elements are 192 rows of 48, 128 of 80 and more; of keys in steps of 160 no more than there are.
+    tile = min(192 if width == 48 else 128, 160 * ceil(kv / 160))
+    # Queries before the first that sees a key: forward, a tile that holds one that does is whole.
+    seeing = q if not causal else min(q, kv if backward else max(kv, tile))
+    below = kv - seeing / 2 if seeing <= kv else kv**2 / (2 * seeing)
+    visited = min(keys, max(96, min(kv, below + 0.61 * min(seeing, tile)) + 48)) if causal else keys
+    tiled, swept = (kv if causal else keys, seeing) if backward else (seeing, keys)
+    seen = min(swept, visited * seeing / tiled)
+    waves = b * h * ceil(tiled / tile) / sheet.sm_count
+    fill_s = 192 * overhead_s * max(1.0, visited / 20_000.0)
+    mean_s = tile * seen * pair_s + fill_s
+    splits = min(2.3, max(1.0, 1 / waves)) if causal else 1.0
+    longest_s = tile * swept / splits * pair_s + fill_s
     filled = waves + (0.0 if causal else 0.37) * (ceil(waves) - waves)
     busy_s = max(longest_s, filled * mean_s + 0.43 * longest_s * min(1.0, waves))
     flops = each * b * h * q * attended * (d + v_d) / 2

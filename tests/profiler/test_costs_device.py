@@ -112,8 +112,8 @@ LEFT_OUT: dict[type[msgspec.Struct], dict[str, object]] = {
     AttentionPass: {
         "query_traffic": 0.0, "kv_traffic": 0.0, "traffic_knee_bytes": 1.0, "traffic_sharpness": 1.0,
         "traffic_cached": 1.0, "time_scale": 1.0, "plateau_keys": 1e30, "windowed_scale": 1.0, "residual": None,
-        "tile": 128, "tile_elements": 0, "key_tile": 1, "wave_rounding": 0.0,
-        "throttle": 0.0, "throttle_flops": 0.0,
+        "tile": 128, "tile_elements": 0, "tile_fits": 0, "key_tile": 1, "wave_rounding": 0.0, "splits": 1.0,
+        "edge": 0.5, "throttle": 0.0, "throttle_flops": 0.0,
     },
     HostModel: {"view_s": None, "communication_s": None},
     Label: {"held_out": HeldOut(), "between_libraries": 0.0},

@@ -287,6 +287,23 @@ def test_the_residual_grid_follows_a_trend_and_ignores_outliers() -> None:
     assert np.allclose(values, np.asarray([-100, 0, 100]), atol=15)
 
 
+@pytest.mark.parametrize("axis", range(3))
+@pytest.mark.parametrize("most", [0.0, 0.03])
+def test_the_residual_grid_falls_by_no_more_than_it_may(axis: int, most: float) -> None:
+    """It is the best of those: where the rows fall faster, it falls as fast as it may, through their middle."""
+    knots = ((256.0, 1024.0, 4096.0),) * 3
+    sizes = list(2.0 ** np.random.default_rng(3).uniform(8, 12, (3, 600)))
+    error = -0.05 * (np.log2(sizes[axis]) - 10.0)
+    pairs, ones = np.full(3 * 2 * 3 * 3, most), np.ones(600)
+    kinds = {"smoothness": 0.01, "ridge": 0.01}
+    free, bound = (fit_grid(knots, [(sizes, 1.0)], error, ones, may_fall=m, **kinds) for m in (None, pairs))
+    for grid, falls in ((free, 100), (bound, 1000 * most)):
+        values = np.moveaxis(np.asarray(grid.permille).reshape(3, 3, 3), axis, 0)
+        assert values.mean(axis=(1, 2)) == pytest.approx([falls, 0, -falls], abs=5)
+    for along in range(3):
+        assert np.all(np.diff(np.asarray(bound.permille).reshape(3, 3, 3), axis=along) >= -1000 * most)
+
+
 def csv_table(path: Path, rows: Products, gpu: str, source: str = "mine", dtype: str = "bf16") -> KernelTable:
     lines = ["source,gpu,op,dtype,m,n,k,latency_ms"]
     for m, n, k, seconds in zip(rows.m, rows.n, rows.k, rows.seconds, strict=True):
