@@ -763,7 +763,7 @@ def capture_script(
     adapter: Adapter,
     *,
     ranks: Sequence[int] = (),
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> Imported:
     """Runs a script as each of the ranks that differ and makes a job of what they do.
 
@@ -772,7 +772,7 @@ def capture_script(
         world: the world; its rank does not count.
         adapter: of the framework.
         ranks: those that are run; none: what the adapter says of the first run.
-        say: is told what is going on.
+        progress: is told what is going on.
 
     Returns:
         The job graph, and notes on what stands for something else.
@@ -785,7 +785,7 @@ def capture_script(
     check_ranks(ranks, world.size)
     notes = dict.fromkeys(adapter.check())
     first = ranks[0] if ranks else 0
-    say(f"running {script.path.name} as a rank of {world.size}")
+    progress(f"running {script.path.name} as a rank of {world.size}")
     results: Results = {}
     by_python = adapter.runs_alone and world.size == 1 and world.launched
     alone = replace(world, rank=first, launched=not by_python)
@@ -798,7 +798,7 @@ def capture_script(
         # It may have gone a way that rank 0 alone would go.
         elif unlike := _unlike(script, world, adapter, [alone]):
             again = replace(world, unlike=world.unlike | unlike)
-            return capture_script(script, again, adapter, ranks=ranks, say=say)
+            return capture_script(script, again, adapter, ranks=ranks, progress=progress)
         else:
             raise
     mesh = _mesh(runs[0])
@@ -807,12 +807,14 @@ def capture_script(
     if not ranks:
         ranks = adapter.roles(world, mesh, messages_of(runs[0], mesh))
     for done, rank in enumerate(ranks[1:], start=1):
-        say(f"running {script.path.name} as further ranks of {world.size}", done, len(ranks))
+        progress(f"running {script.path.name} as further ranks of {world.size}", done, len(ranks))
         runs.append(run_script(script, replace(world, rank=rank), adapter, results))
     if unlike := _unlike(script, world, adapter, [run.world for run in runs]):
-        return capture_script(script, replace(world, unlike=world.unlike | unlike), adapter, ranks=ranks, say=say)
+        return capture_script(
+            script, replace(world, unlike=world.unlike | unlike), adapter, ranks=ranks, progress=progress
+        )
     places = standing_for(ranks, mesh)
-    say("lowering")
+    progress("lowering")
     job = lower_job(runs, mesh, places, workload_of(runs, places, mesh, script.path.stem), script.host)
     warnings: dict[str, None] = {}
     for run in runs:

@@ -96,19 +96,19 @@ class CaptureProcess:
                 saved.put_back(files)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def result(self, say: Progress = silent) -> Imported:
+    def result(self, progress: Progress = silent) -> Imported:
         """Waits for the capture.
 
         Args:
-            say: is told what is going on.
+            progress: is told what is going on.
 
         Raises:
             CaptureError: the process ended without a result; and all that `capture_script` raises.
         """
         if not self._child:
             with contextlib.redirect_stdout(sys.stderr) if self._quiet else contextlib.nullcontext():
-                return self._capture(say)
-        threading.Thread(target=_repeat, args=(self._said, say), daemon=True).start()
+                return self._capture(progress)
+        threading.Thread(target=_repeat, args=(self._said, progress), daemon=True).start()
         status = self._wait()
         self._child = 0
         outcome = self._folder / _OUTCOME
@@ -144,13 +144,13 @@ class CaptureProcess:
             f"makes {self._script.step} training steps sooner"
         )
 
-    def _capture(self, say: Progress) -> Imported:
-        return capture_script(self._script, self._world, self._adapter, ranks=self._ranks, say=say)
+    def _capture(self, progress: Progress) -> Imported:
+        return capture_script(self._script, self._world, self._adapter, ranks=self._ranks, progress=progress)
 
     def _run(self, said: int) -> None:
         """The life of the child, which never returns."""
 
-        def say(stage: str, done: int = 0, total: int = 0) -> None:
+        def progress(stage: str, done: int = 0, total: int = 0) -> None:
             with contextlib.suppress(OSError):  # the script may have closed it
                 os.write(said, f"{json.dumps([stage, done, total])}\n".encode())  # a name may hold a newline
 
@@ -164,7 +164,7 @@ class CaptureProcess:
                 faulthandler.dump_traceback_later(self._timeout_s, file=hangs)
             if self._quiet:
                 os.dup2(2, 1)
-            found = self._capture(say)
+            found = self._capture(progress)
             serde.save(found.graph, self._folder / "job.pb")
             told: dict[str, Any] = {"notes": list(found.notes), "warnings": list(found.warnings)}
         except BaseException as error:
@@ -204,10 +204,10 @@ def _end_as_python() -> None:
     atexit._run_exitfuncs()
 
 
-def _repeat(source: int, say: Progress) -> None:
+def _repeat(source: int, progress: Progress) -> None:
     with os.fdopen(source, encoding="utf-8") as lines:
         for line in lines:
-            say(*json.loads(line))
+            progress(*json.loads(line))
 
 
 def _ended(script: Script, status: int) -> CaptureError:

@@ -165,7 +165,12 @@ def communications(sources: Sequence[Gpu]) -> set[str]:
 
 
 def combine(
-    traces: Sequence[Path], output: Path, *, only: Collection[str] = (), align: bool = True, say: Progress = silent
+    traces: Sequence[Path],
+    output: Path,
+    *,
+    only: Collection[str] = (),
+    align: bool = True,
+    progress: Progress = silent,
 ) -> tuple[Combined, int]:
     """Writes several traces as one.
 
@@ -174,7 +179,7 @@ def combine(
         output: the combined trace.
         only: keep these communications alone (`Comm.w`).
         align: align the workers' clocks.
-        say: told what is done.
+        progress: told what is done.
 
     Returns:
         How they were combined, and the bytes that were written.
@@ -195,7 +200,7 @@ def combine(
         if name not in known:
             raise UnknownNameError("communication", name, known)
     combined = aligned(sources, keep=not align)
-    say(f"writing {output}")
+    progress(f"writing {output}")
     return combined, write_whole(output, as_trace(combined_events(combined, only)))
 
 

@@ -332,7 +332,7 @@ def measure(
     options: Options,
     *,
     save: Save = lambda _: None,
-    say: Progress = silent,
+    progress: Progress = silent,
     clock: Callable[[], float] = time.monotonic,
 ) -> OpTiming:
     """Measures the invocations that a profile does not have yet.
@@ -343,7 +343,7 @@ def measure(
         profile: of this device; its measurements are kept.
         options: how long.
         save: gets the profile as it grows, every few seconds and at the end.
-        say: gets what is going on.
+        progress: gets what is going on.
         clock: what the budget is counted with.
     """
     known = {(m.arguments, m.signature) for m in profile.measurements}
@@ -357,7 +357,7 @@ def measure(
             save(profile)
             return OpTiming(profile=profile, refused=tuple(refused), left=tuple(label(c) for c in waiting[done:]))
         share = left_s / (len(waiting) - done)
-        say("measuring operations", done, len(waiting))
+        progress("measuring operations", done, len(waiting))
         try:
             found = measurer.measure(invocation, share)
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, IndexError) as error:

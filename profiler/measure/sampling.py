@@ -87,7 +87,7 @@ def sample(
 
 
 def time_steps(
-    step: Callable[[], None], device: MeasuringDevice, steps: int, warm_up: int, say: Progress = silent
+    step: Callable[[], None], device: MeasuringDevice, steps: int, warm_up: int, progress: Progress = silent
 ) -> Samples:
     """Runs a step `warm_up` + `steps` times; the seconds of the latter, host and device together.
 
@@ -95,7 +95,7 @@ def time_steps(
     """
     seconds = []
     for number in range(warm_up + steps):
-        say("running steps", number + 1, warm_up + steps)
+        progress("running steps", number + 1, warm_up + steps)
         device.synchronize()
         began = device.host_clock()
         step()

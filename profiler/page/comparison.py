@@ -30,7 +30,7 @@ def comparison(
     title: str,
     names: Sequence[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> str:
     """A page with two runs side by side.
 
@@ -42,7 +42,7 @@ def comparison(
         title: of the page.
         names: the analyses; None takes all that can be put side by side.
         options: of each analysis.
-        say: told what is being analysed.
+        progress: told what is being analysed.
 
     Returns:
         HTML that loads nothing.
@@ -57,7 +57,7 @@ def comparison(
         if names is None and large and name in _SLOW:
             missing.append(f"{name}: the traces are too large for this page: ask by name")
             continue
-        say(f"analysing {name}")
+        progress(f"analysing {name}")
         try:
             answers[name] = side_by_side(name, run, against, **(options or {}).get(name, {}))
         except EchoError as error:

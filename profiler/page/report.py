@@ -255,7 +255,7 @@ SECTIONS = (
 )
 
 
-def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
+def report(traces: TraceSet, title: str, progress: Progress = silent) -> str:
     """A page with the timeline, all analyses with a plot each, and what is missing.
 
     An analysis that cannot be made of these traces is a line among what is missing.
@@ -263,7 +263,7 @@ def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
     Args:
         traces: the job's.
         title: of the page.
-        say: told what is being analysed.
+        progress: told what is being analysed.
 
     Returns:
         HTML that loads nothing.
@@ -272,7 +272,7 @@ def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
     formats = {str(trace.header.get("format", "")) for trace in traces.values()}
     graphs: dict[int, CriticalGraph] = {}
     if formats != {SNAPSHOT}:
-        say("finding the critical path")
+        progress("finding the critical path")
         graphs = dict(_graphs(traces, missing))
     answers: dict[str, AnswerTable] = {}
     large = max(map(len, traces.values())) > _MOST_EVENTS
@@ -292,9 +292,9 @@ def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
             if name == "memory-peaks" and not len(answers.get("memory-timeline", ())):
                 # It would read the files again to find nothing.
                 continue
-            say(f"analysing {name}")
+            progress(f"analysing {name}")
             _answer(traces, name, section.options.get(name, {}), graphs, answers, missing)
-    say("drawing")
+    progress("drawing")
     parts = [f"<h1>{escape(title)}</h1>", _tiles(traces, answers)]
     parts.append(f"<h2>Timeline</h2>{timeline(traces, graphs)}" if _any_row(traces) else "")
     parts += [_section(section, answers) for section in SECTIONS]

@@ -79,7 +79,7 @@ class JobWorkItems:
 
 
 def job_work_items(
-    traces: TraceSet, say: Progress = silent, seen: Mapping[int, Observed] = MappingProxyType({})
+    traces: TraceSet, progress: Progress = silent, seen: Mapping[int, Observed] = MappingProxyType({})
 ) -> JobWorkItems:
     """The work items of a job.
 
@@ -88,7 +88,7 @@ def job_work_items(
 
     Args:
         traces: one a rank.
-        say: told how far it is.
+        progress: told how far it is.
         seen: how ranks were observed, where what that cost is to be known.
 
     Raises:
@@ -100,15 +100,15 @@ def job_work_items(
         matched, unmatched = collectives_of_job(traces)
         if clocks(traces, matched).apart_before:
             traces, fit = align(traces, (matched, unmatched))
-            say(f"clocks aligned to {fit.residual_ps / 1e6:.1f} us")
+            progress(f"clocks aligned to {fit.residual_ps / 1e6:.1f} us")
     with _collector_off():
-        return _on_their_clocks(traces, say, seen)
+        return _on_their_clocks(traces, progress, seen)
 
 
-def _on_their_clocks(traces: TraceSet, say: Progress, seen: Mapping[int, Observed]) -> JobWorkItems:
+def _on_their_clocks(traces: TraceSet, progress: Progress, seen: Mapping[int, Observed]) -> JobWorkItems:
     of_rank, dropped = {}, 0
     for done, (rank, trace) in enumerate(traces.items()):
-        say("going through the events of ranks", done, len(traces))
+        progress("going through the events of ranks", done, len(traces))
         of_rank[rank], against = rank_work_items(trace, seen.get(rank)).in_order()
         dropped += against
     of_call = {id(item.call): item for order in of_rank.values() for item in order if item.call is not None}
@@ -197,7 +197,7 @@ Instead = Mapping[int, Mapping[int, int]]
 def lower(
     traces: TraceSet,
     name: str = "",
-    say: Progress = silent,
+    progress: Progress = silent,
     *,
     seen: Mapping[int, Observed] = MappingProxyType({}),
     instead: Instead = MappingProxyType({}),
@@ -207,7 +207,7 @@ def lower(
     Args:
         traces: one a rank; they are replayed from first to last event.
         name: of the graph.
-        say: told how far it is.
+        progress: told how far it is.
         seen: how ranks were observed: durations are without what that cost, where it is known.
         instead: other durations of work on devices than the measured ones.
 
@@ -215,7 +215,7 @@ def lower(
         InputError: a trace's file is gone, or no trace has anything in it.
     """
     with _collector_off():
-        return _Lowering(job_work_items(traces, say, seen), name, seen, instead).run()
+        return _Lowering(job_work_items(traces, progress, seen), name, seen, instead).run()
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def read_traces(
     workers: int = 1,
     engine: str = "local",
     cache_folder: Path | None = None,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> TraceSet:
     """The traces in a folder, or of one file.
 
@@ -86,7 +86,7 @@ def read_traces(
         workers: processes that read; beyond 1, the caller's main module must be importable.
         engine: "local", or "ray" for a task a file on a Ray cluster.
         cache_folder: where columns of traces that were read before are kept; None keeps nothing.
-        say: told how far the reading is.
+        progress: told how far the reading is.
 
     Raises:
         InputError: the folder or a file cannot be read, or there is no trace.
@@ -105,7 +105,7 @@ def read_traces(
         if cache_folder is not None and (known := cache.load(cache_folder, key, file)) is not None:
             found[file] = known
     missing = [file for file in files if file not in found]
-    for file, trace in zip(missing, _read(missing, workers, engine, say), strict=True):
+    for file, trace in zip(missing, _read(missing, workers, engine, progress), strict=True):
         found[file] = trace
         if cache_folder is not None:
             cache.store(cache_folder, keys[file], trace)
@@ -219,19 +219,19 @@ def trace_of_each_rank(trace: Trace) -> Iterator[Trace]:
         yield dataclasses.replace(trace.rows(np.isin(trace.pid, own)), rank=rank)
 
 
-def _read(files: list[Path], workers: int, engine: str, say: Progress) -> Iterator[Trace]:
+def _read(files: list[Path], workers: int, engine: str, progress: Progress) -> Iterator[Trace]:
     if engine == "ray":
         yield from read_on_ray(files)
         return
     if workers < 2 or len(files) < 2 or sum(file.stat().st_size for file in files) < _PARALLEL_BYTES:
         for done, file in enumerate(files, start=1):
-            yield read_any(file, say if len(files) == 1 else silent)
-            say("reading traces", done, len(files))
+            yield read_any(file, progress if len(files) == 1 else silent)
+            progress("reading traces", done, len(files))
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(files)), mp_context=context) as pool:
         for done, trace in enumerate(pool.map(read_any, files), start=1):
-            say("reading traces", done, len(files))
+            progress("reading traces", done, len(files))
             yield trace
 
 

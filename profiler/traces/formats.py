@@ -85,12 +85,12 @@ def what_else(head: bytes) -> str | None:
     return next((line for pattern, line in _BESIDE if pattern.match(head)), None)
 
 
-def read_any(path: Path, say: Progress = silent) -> Trace:
+def read_any(path: Path, progress: Progress = silent) -> Trace:
     """The trace in a file of any format.
 
     Args:
         path: the file, gzipped or not.
-        say: told how far the reading is.
+        progress: told how far the reading is.
 
     Raises:
         InputError: the file cannot be read.
@@ -104,4 +104,4 @@ def read_any(path: Path, say: Progress = silent) -> Trace:
         raise DataError(f"{path}: {beside}")
     module, _, function = (_DEFAULT if known is None else known.reader).partition(":")
     reader: Reader = getattr(import_module(f"echograph.profiler.traces.{module}"), function)
-    return reader(path, say)
+    return reader(path, progress)

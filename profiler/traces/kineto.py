@@ -94,7 +94,7 @@ class _TooLarge(Exception):
     """Times have more digits than floats hold."""
 
 
-def read_trace(path: Path, say: Progress = silent) -> Trace:
+def read_trace(path: Path, progress: Progress = silent) -> Trace:
     """One rank's trace.
 
     Rows are the complete events ("ph": "X" with a duration), and those of which begin and end stand apart, that
@@ -104,16 +104,16 @@ def read_trace(path: Path, say: Progress = silent) -> Trace:
 
     Args:
         path: a Kineto or Chrome trace, JSON, gzipped or not.
-        say: told how far the reading is.
+        progress: told how far the reading is.
 
     Raises:
         InputError: the file cannot be read.
         DataError: it is no trace, or broken otherwise than by being cut off.
     """
     try:
-        return _read(path, TraceEvent, say)
+        return _read(path, TraceEvent, progress)
     except _TooLarge:
-        return _read(path, ExactEvent, say)
+        return _read(path, ExactEvent, progress)
 
 
 def rank_in(header: dict[str, Any], path: Path) -> int | None:
@@ -135,12 +135,12 @@ def rank_of_name(path: Path) -> int:
     return int(named[1]) if named else 0
 
 
-def _read(path: Path, event: type[TraceEvent], say: Progress) -> Trace:
+def _read(path: Path, event: type[TraceEvent], progress: Progress) -> Trace:
     stream = EventStream(path, event)
     columns = _Columns(event)
     for batch in stream:
         columns.add(batch)
-        say(f"reading events of {path.name}", columns.events)
+        progress(f"reading events of {path.name}", columns.events)
     job = stream.header.get("distributedInfo")
     size = job.get("world_size") if isinstance(job, dict) else None
     rank = rank_in(stream.header, path)

@@ -105,7 +105,7 @@ class DeviceMemory:
     out_of_memory: int
 
 
-def read_memory(path: Path, say: Progress = silent) -> Trace:
+def read_memory(path: Path, progress: Progress = silent) -> Trace:
     """A snapshot as the trace of a rank: nothing ran in it, but memory was taken and given back.
 
     The rank is that of the file's name, or 0. The allocator's history is read again when it is asked for
@@ -113,12 +113,12 @@ def read_memory(path: Path, say: Progress = silent) -> Trace:
 
     Args:
         path: the file.
-        say: told how far the reading is.
+        progress: told how far the reading is.
 
     Raises:
         InputError: as `read_snapshot`.
     """
-    say(f"reading {path.name}")
+    progress(f"reading {path.name}")
     found = list(devices(read_snapshot(path)))
     rows = TraceRows(path, WHAT)
     for one in found:

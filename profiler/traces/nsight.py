@@ -47,7 +47,7 @@ _BITS, _LOW = 24, (1 << 24) - 1
 _BATCH = 1 << 16
 
 
-def read_nsight(path: Path, say: Progress = silent) -> Trace:
+def read_nsight(path: Path, progress: Progress = silent) -> Trace:
     """The kernels, copies, sets, calls and NVTX ranges of an export.
 
     Ranges become annotations. Where several processes used devices, each is a rank (`processRanks`): by the number
@@ -55,7 +55,7 @@ def read_nsight(path: Path, say: Progress = silent) -> Trace:
 
     Args:
         path: the file, not gzipped.
-        say: told how far the reading is.
+        progress: told how far the reading is.
 
     Raises:
         InputError: the file cannot be read.
@@ -65,7 +65,7 @@ def read_nsight(path: Path, say: Progress = silent) -> Trace:
         connection = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
         try:
             connection.execute("PRAGMA trusted_schema=OFF")
-            return _Export(path, connection, say).trace()
+            return _Export(path, connection, progress).trace()
         finally:
             connection.close()
     except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
@@ -77,8 +77,8 @@ def read_nsight(path: Path, say: Progress = silent) -> Trace:
 class _Export:
     """One file: which tables it has, and the rows that were read of them."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, say: Progress) -> None:
-        self.path, self.say = path, say
+    def __init__(self, path: Path, connection: sqlite3.Connection, progress: Progress) -> None:
+        self.path, self.progress = path, progress
         self._db = connection
         named = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         self.tables = {str(name) for (name,) in named}
@@ -133,7 +133,7 @@ class _Export:
         done = 0
         while batch := cursor.fetchmany(_BATCH):
             done += len(batch)
-            self.say(f"reading {table} of {self.path.name}", done)
+            self.progress(f"reading {table} of {self.path.name}", done)
             yield np.array(batch, np.int64).T
 
     def _names(self, ids: Collection[int]) -> dict[int, str]:

@@ -116,7 +116,7 @@ class _File(msgspec.Struct, gc=False, frozen=True):
     tools: list[_Tool] = msgspec.field(name="rocprofiler-sdk-tool")
 
 
-def read_rocprof(path: Path, say: Progress = silent) -> Trace:
+def read_rocprof(path: Path, progress: Progress = silent) -> Trace:
     """The kernels, copies, calls and markers of a file.
 
     Calls of HIP have the correlation numbers of what they launched; of HSA, only where HIP was not traced. Ranges
@@ -124,13 +124,13 @@ def read_rocprof(path: Path, say: Progress = silent) -> Trace:
 
     Args:
         path: the file, gzipped or not.
-        say: told how far the reading is.
+        progress: told how far the reading is.
 
     Raises:
         InputError: the file cannot be read.
         DataError: it is no such file, or broken.
     """
-    say(f"reading {path.name}")
+    progress(f"reading {path.name}")
     data = read_unpacked(path, "give the JSON of rocprofv3", MAX_BYTES)
     try:
         tools = msgspec.json.decode(data, type=_File).tools
@@ -138,7 +138,7 @@ def read_rocprof(path: Path, say: Progress = silent) -> Trace:
         rows = TraceRows(path, WHAT)
         processes = sorted(tool.metadata.pid for tool in tools)
         for tool in tools:
-            _Process(tool, rows, several=len(tools) > 1).add(say)
+            _Process(tool, rows, several=len(tools) > 1).add(progress)
     except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path}: not a whole JSON of rocprofv3 ({error})") from None
     header: dict[str, Any] = {"deviceProperties": _devices(tools)}
@@ -173,12 +173,12 @@ class _Process:
         self._numbers = {agent.id.handle: agent.number for agent in tool.agents}
         self._gpus = {agent.id.handle for agent in tool.agents if agent.type == _GPU}
 
-    def add(self, say: Progress) -> None:
+    def add(self, progress: Progress) -> None:
         """Adds all that is read, and says what is not."""
         lists = self.tool.buffer_records
         others = [name for name, text in lists.items() if name not in _READ and not _EMPTY.fullmatch(bytes(text))]
         self._add_kernels(self._records("kernel_dispatch"))
-        say(f"reading {self.rows.path.name}", len(self.rows))
+        progress(f"reading {self.rows.path.name}", len(self.rows))
         self._add_copies(self._records("memory_copy"))
         traced = ""
         for name, category in _HOST.items():

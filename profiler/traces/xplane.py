@@ -34,7 +34,7 @@ _CALLS = (
 _EPOCH_NS = 10**17
 
 
-def read_xplane(path: Path, say: Progress = silent) -> Trace:
+def read_xplane(path: Path, progress: Progress = silent) -> Trace:
     """The kernels, copies, calls, operators of the host and steps of a file.
 
     Where several devices ran something, each is a rank (`processRanks`) with the calls that launched it; what else
@@ -42,13 +42,13 @@ def read_xplane(path: Path, say: Progress = silent) -> Trace:
 
     Args:
         path: the file, gzipped or not.
-        say: told how far the reading is.
+        progress: told how far the reading is.
 
     Raises:
         InputError: the file cannot be read.
         DataError: it is no such file, or cut off.
     """
-    say(f"reading {path.name}")
+    progress(f"reading {path.name}")
     try:
         planes = decode_planes(read_unpacked(path, "give an .xplane.pb of XLA's profiler", MAX_BYTES))
     except FormatError as error:

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from echograph.cli import output as shown
-from echograph.cli.output import progress
+from echograph.cli.output import show_progress
 
 SLOW = """
 import sys
@@ -23,7 +23,7 @@ shown.QUIET_S = 0.0
 app = make_app("slow", "")
 @app.command()
 def command() -> None:
-    with shown.progress("reading") as say:
+    with shown.show_progress("reading") as say:
         for number in range(1000):
             say("counting", number + 1, 1000)
         say("ending")
@@ -52,8 +52,8 @@ def test_a_line_a_stage_and_the_error_last() -> None:
 
 
 def test_a_quick_command_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress("reading") as say:
-        say("counting", 1, 2)
+    with show_progress("reading") as progress:
+        progress("counting", 1, 2)
     assert capsys.readouterr() == ("", "")
     assert not [
         thread
@@ -70,7 +70,7 @@ def test_one_long_stage_is_said_without_being_told(
     written = threading.Event()
     write = shown._write
     monkeypatch.setattr(shown, "_write", lambda line: (write(line), written.set()))
-    with progress("thinking\nlong"):
+    with show_progress("thinking\nlong"):
         assert written.wait(30)
     assert capsys.readouterr().err == "thinking long ...\n"
 
@@ -78,8 +78,8 @@ def test_one_long_stage_is_said_without_being_told(
 def test_a_terminal_shows_a_count() -> None:
     leader, follower = pty.openpty()
     code = (
-        "from echograph.cli.output import progress\nimport time\n"
-        "with progress('reading') as say:\n say('counting [b] it', 7, 1234); time.sleep(0.5)\n"
+        "from echograph.cli.output import show_progress\nimport time\n"
+        "with show_progress('reading') as progress:\n progress('counting [b] it', 7, 1234); time.sleep(0.5)\n"
     )
     subprocess.run([sys.executable, "-c", code], stderr=follower, check=True, env={**os.environ, "TERM": "xterm"})
     os.close(follower)

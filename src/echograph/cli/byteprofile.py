@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from echograph.cli.options import Json
-from echograph.cli.output import print_json, print_line, print_notes, print_tables, progress
+from echograph.cli.output import print_json, print_line, print_notes, print_tables, show_progress
 from echograph.errors import UsageError
 from echograph.ir.files import check_writable, write_whole
 from echograph.units import PS_PER_MS, PS_PER_US, format_bytes, format_time
@@ -57,7 +57,7 @@ def stats_command(
     from echograph.profiler.byteprofile import report
 
     workbook.check_workbook(xlsx)
-    with progress(f"reading {traces}"):
+    with show_progress(f"reading {traces}"):
         found = report.statistics_of(traces)
     workbook.write_workbook(xlsx, {"stats": report.statistics_table(found, sort=sort)})
     shown = report.statistics_table(found, sort=sort, head=head)
@@ -77,7 +77,7 @@ def compare_command(
     from echograph.profiler.byteprofile import report
 
     workbook.check_workbook(xlsx)
-    with progress(f"reading {first} and {second}"):
+    with show_progress(f"reading {first} and {second}"):
         one, two = report.statistics_of(first), report.statistics_of(second)
     compared = report.comparison(one, two, sort=sort, head=head)
     sheets = {"stats1": report.statistics_table(one), "stats2": report.statistics_table(two)}
@@ -97,7 +97,7 @@ def compare3d_command(
     from echograph.profiler.byteprofile.reader import find_job
 
     report.check_plot(plot)
-    with progress(f"reading {len(settings)} settings"):
+    with show_progress(f"reading {len(settings)} settings"):
         found = report.settings_of(find_job(path) for path in settings)
     report.draw_settings(found, plot)
     _show({"compare3d": report.settings_table(found)}, as_json)
@@ -114,7 +114,7 @@ def mapping_command(
     """Which kernels each operator ran: by time from two traces; by launches from a PyTorch trace."""
     from echograph.profiler.byteprofile.report import mapping_of
 
-    with progress(f"reading {operators}"):
+    with show_progress(f"reading {operators}"):
         found = mapping_of(operators, kernels, offset_us)
     _show({"mapping": found}, as_json)
 
@@ -140,7 +140,7 @@ def dag_command(
                 f"--output {output.name}: the ending is the format: give one of .{', .'.join(dag.FORMS)}"
             )
         check_writable(output)
-    with progress(f"reading {traces}"):
+    with show_progress(f"reading {traces}"):
         prepared = prepare(traces, queues=del_queue, run_time=run_time)
         found = dag.table(prepared.all, None if as_json else head)
     if output is not None:
@@ -161,7 +161,7 @@ def critical_command(
     from echograph.profiler.byteprofile.dag import path_table
     from echograph.profiler.byteprofile.dependencies import prepare
 
-    with progress(f"reading {traces}"):
+    with show_progress(f"reading {traces}"):
         prepared = prepare(traces, queues=del_queue, run_time=run_time)
         paths = prepared.paths()
     if as_json:
@@ -203,9 +203,9 @@ def replay_command(
 
     change = Change.asked(delay, delay_ratio, delay_ms)
     check_writable(output)
-    with progress(f"reading {traces}") as say:
+    with show_progress(f"reading {traces}") as progress:
         prepared = prepare(traces, queues=del_queue, run_time=True)
-        say("replaying")
+        progress("replaying")
         done, before, delays = rerun(prepared, steps=step_num, delay=delay, change=change)
         write_whole(output, as_trace(as_events(done)))
     tables = {"steps": step_table(done)} | ({} if delays is None else {"delays": delays})
@@ -242,9 +242,9 @@ def combine_command(
     """Combine traces into one, ranks and workers before the names, all on the first worker's clock."""
     from echograph.profiler.byteprofile.combine import combine
 
-    with progress("aligning clocks") as say:
+    with show_progress("aligning clocks") as progress:
         names = [name.strip() for name in only.split(",") if name.strip()]
-        combined, size = combine(traces, output, only=names, align=align, say=say)
+        combined, size = combine(traces, output, only=names, align=align, progress=progress)
     shift_us = {worker: shift / PS_PER_US for worker, shift in combined.shift.items()}
     if as_json:
         said = {"output": str(output), "traces": len(combined.sources), "shift_us": shift_us}
@@ -275,7 +275,7 @@ def collect_command(
     if output is not None and not made:
         raise UsageError("--output: --sub-option iter_time writes nothing")
     job = find_job(traces)
-    with progress(f"reading {traces}"):
+    with show_progress(f"reading {traces}"):
         if made:
             job, notes = write_collected(job, output, operators_only=sub_option == "operator")
             print_notes(notes)

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from echograph.cli.app import require_torch
 from echograph.cli.options import Json
-from echograph.cli.output import print_error, print_json, print_line, print_table, progress
+from echograph.cli.output import print_error, print_json, print_line, print_table, show_progress
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph
 
@@ -70,7 +70,7 @@ def report_command(
     from echograph.profiler.comms.report import report_on
     from echograph.profiler.comms.views import ChromeTrace, page
 
-    with ExitStack() as stack, progress(f"reading {path}"):
+    with ExitStack() as stack, show_progress(f"reading {path}"):
         report = report_on(path, [] if chrome is None else [stack.enter_context(ChromeTrace(chrome))])
     if as_csv is not None:
         write_whole(as_csv, [report.operations_csv()])
@@ -169,7 +169,7 @@ def compare_command(
     from echograph.ir import serde
     from echograph.profiler.record.compare import compare_recording
 
-    with progress(f"reading {recording}"):
+    with show_progress(f"reading {recording}"):
         graph = serde.load(job)
         if not isinstance(graph, JobGraph):
             raise UsageError(f"{job}: a step graph has no ranks: give a job of echoc capture")

@@ -20,9 +20,9 @@ from echograph.cli.output import (
     print_text,
     print_warnings,
     print_written,
-    progress,
     reading,
     save_graph,
+    show_progress,
 )
 from echograph.errors import UsageError
 from echograph.frontend.pytorch.spec import ModelSizes, StepSpec
@@ -83,14 +83,14 @@ def compile_command(
     files.check_writable(output)
     require_torch("compiling a model")
     note, notes = "", tuple[str, ...]()
-    with progress("starting") as say:
+    with show_progress("starting") as progress:
         if onnx is not None:
             graph, note, notes = compile_onnx_file(
-                onnx, dims=dim or (), train=train, loss=loss, step=step, branch=branch, say=say
+                onnx, dims=dim or (), train=train, loss=loss, step=step, branch=branch, progress=progress
             )
         else:
-            graph = compile_model(str(model), StepSpec(**step), **sizes, producer=capture, say=say)
-        written = save_graph(graph, output, say)
+            graph = compile_model(str(model), StepSpec(**step), **sizes, producer=capture, progress=progress)
+        written = save_graph(graph, output, progress)
     summary = summarize(graph)
     if as_json:
         print_json(
@@ -179,13 +179,13 @@ def annotate_command(
 
     files.check_writable(output)
     system = System(cluster or DEFAULT_CLUSTER) if cluster is not None or profile is None else None
-    with reading(graph) as (loaded, say):
-        say("annotating")
+    with reading(graph) as (loaded, progress):
+        progress("annotating")
         measured: dict[str, Any] = {}
         if profile is not None:
             loaded, measured = annotate_measured(loaded, profile, "" if system is None else system.cluster.device)
         annotated = loaded if system is None else annotate(loaded, system)
-        written = save_graph(annotated, output, say)
+        written = save_graph(annotated, output, progress)
     parts = {} if system is None else duration_sources(annotated, system)
     if as_json:
         counts = {part: {"name": name, **count} for part, (name, count) in parts.items()}
@@ -234,10 +234,10 @@ def capture_command(
     files.check_writable(output)
     require_torch("capturing scripts")
     captured = capture_script_file(
-        framework, arguments or (), asked, showing=lambda: progress("starting"), quiet=as_json
+        framework, arguments or (), asked, showing=lambda: show_progress("starting"), quiet=as_json
     )
-    with progress(f"writing {output}") as say:
-        written = save_graph(captured.graph, output, say)
+    with show_progress(f"writing {output}") as progress:
+        written = save_graph(captured.graph, output, progress)
     print_notes(captured.notes)
     print_warnings(captured.warnings)
     assert isinstance(captured.graph, JobGraph)
@@ -266,9 +266,9 @@ def export_command(
     check_export(to, {"cluster": cluster, "per_role": per_role, "name": name})
     if graph.resolve() == output.resolve():
         raise UsageError(f"--output {output}: is the graph itself: give the export a path of its own")
-    with reading(graph) as (loaded, say):
-        say(f"writing {output}")
-        done = export(loaded, to, output, cluster=cluster, per_role=per_role, name=name, say=say)
+    with reading(graph) as (loaded, progress):
+        progress(f"writing {output}")
+        done = export(loaded, to, output, cluster=cluster, per_role=per_role, name=name, progress=progress)
     if as_json:
         print_json({"output": str(output), "format": to, **asdict(done)})
         return
@@ -289,9 +289,9 @@ def import_command(
     """Read what another tool wrote, and write it as a graph; say what a graph cannot hold of it."""
     check_import(format_name, {"keep_overhead": keep_overhead})
     check_outputs({"the source": source}, {"--output": output})
-    with progress(f"reading {source}") as say:
-        imported = import_graph(format_name, source, keep_overhead=keep_overhead, say=say)
-        written = save_graph(imported.graph, output, say)
+    with show_progress(f"reading {source}") as progress:
+        imported = import_graph(format_name, source, keep_overhead=keep_overhead, progress=progress)
+        written = save_graph(imported.graph, output, progress)
     summary = outline(imported.graph)
     print_notes(imported.notes)
     if as_json:
@@ -316,10 +316,10 @@ def lower_command(
 
     check_outputs({"the graph": graph}, {"--output": output})
     notes: list[str] = []
-    with reading(graph) as (loaded, say):
-        say("lowering")
+    with reading(graph) as (loaded, progress):
+        progress("lowering")
         job = apply(loaded, plan, System(plan.cluster).cluster, notes.append)
-        written = save_graph(job, output, say)
+        written = save_graph(job, output, progress)
     print_notes(notes)
     # A list of passes of the user's own may leave a step.
     summary, shown = (
@@ -356,9 +356,9 @@ def check_chakra(source: Path, *, as_json: bool) -> None:
     from echograph.ir.chakra.check import check as check_traces
     from echograph.ir.chakra.reader import read_traces
 
-    with progress(f"reading {source}") as say:
-        traces = read_traces(source, say)
-        say("checking")
+    with show_progress(f"reading {source}") as progress:
+        traces = read_traces(source, progress)
+        progress("checking")
         found = check_traces(traces)
     if as_json:
         print_json({"source": str(source), "valid": not found.errors, **asdict(found)})
@@ -388,9 +388,9 @@ def text(
     from echograph.ir.text import to_text
     from echograph.ir.unfold import unfold as unfolded
 
-    with reading(graph) as (loaded, say):
+    with reading(graph) as (loaded, progress):
         if unfold and isinstance(loaded, StepGraph):
-            say("unfolding")
+            progress("unfolding")
             loaded = unfolded(loaded)
     for part in to_text(loaded):
         print_text(part.rstrip("\n"))

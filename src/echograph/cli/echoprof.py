@@ -22,8 +22,8 @@ from echograph.cli.output import (
     print_table,
     print_tables,
     print_text,
-    progress,
     reading,
+    show_progress,
 )
 from echograph.errors import UsageError
 from echograph.frontend.pytorch.spec import ModelSizes
@@ -98,8 +98,10 @@ def analyze_command(
         ANALYSES[name]
 
     def read(path: Path, wanted: list[int] | None = None) -> TraceSet:
-        with progress(f"reading {path}") as say:
-            return read_folder(path, wanted, last_step=last_step, jobs=jobs, cache=cache, engine=engine, say=say)
+        with show_progress(f"reading {path}") as progress:
+            return read_folder(
+                path, wanted, last_step=last_step, jobs=jobs, cache=cache, engine=engine, progress=progress
+            )
 
     options = parse_options(name, option or (), read) if name else {}
     wanted = None if ranks is None else sorted(parse_ranks("--ranks", ranks))
@@ -112,14 +114,16 @@ def analyze_command(
     found = read(traces, wanted)
     other = None if against is None else read(against, wanted)
     if html is not None:
-        with progress("analysing") as say:
+        with show_progress("analysing") as progress:
             beside = None if against is None or other is None else (against.resolve().name, other)
-            page = analysis_page(found, traces.resolve().name, name, options, beside, say)
+            page = analysis_page(found, traces.resolve().name, name, options, beside, progress)
         write_whole(html, [page])
         return
     if xlsx is not None:
-        with progress("analysing") as say:
-            write_workbook(xlsx, answers(found, name, options, other) if name else every_answer(found, other, say))
+        with show_progress("analysing") as progress:
+            write_workbook(
+                xlsx, answers(found, name, options, other) if name else every_answer(found, other, progress)
+            )
         return
     if copy is not None:
         print_notes(found.notes)
@@ -179,8 +183,8 @@ def graph_command(
     if to not in PICTURES:
         raise UsageError(f"--output {output.name}: the ending is the format: give one of .{', .'.join(PICTURES)}")
     check_outputs({"the graph": graph}, {"--output": output})
-    with reading(graph) as (loaded, say):
-        say(f"drawing {output}")
+    with reading(graph) as (loaded, progress):
+        progress(f"drawing {output}")
         done = export(loaded, to, output)
     if as_json:
         print_json({"output": str(output), "format": to, **asdict(done)})
@@ -217,11 +221,11 @@ def ops_command(
     from echograph.workflow import measure
 
     here, spec = measuring.open()
-    with progress("starting") as say:
-        captured = measure.capture_invocations(model, spec, here.cache_bytes, say, **sizes)
-        profile = measure.start_profile(here, output, name, resume, say)
+    with show_progress("starting") as progress:
+        captured = measure.capture_invocations(model, spec, here.cache_bytes, progress, **sizes)
+        profile = measure.start_profile(here, output, name, resume, progress)
         options = Options(repeats=repeats, budget_s=budget)
-        outcome = measure.measure_invocations(captured.invocations, here, profile, options, output, say)
+        outcome = measure.measure_invocations(captured.invocations, here, profile, options, output, progress)
         if graph is not None:
             serde.save(captured.graph, graph)
     if echo_json is not None:
@@ -292,10 +296,10 @@ def step_command(
     from echograph.workflow.measure import time_step
 
     here, spec = measuring.open()
-    with progress("starting") as say:
+    with show_progress("starting") as progress:
         found = time_step(
-            model, spec, here, steps=steps, warm_up=warm_up, keep=allocator == "keep", profile=profile, say=say,
-            **sizes,
+            model, spec, here, steps=steps, warm_up=warm_up, keep=allocator == "keep", profile=profile,
+            progress=progress, **sizes,
         )  # fmt: skip
     if as_json:
         print_json(found)
@@ -382,11 +386,11 @@ def fit_command(
     """Turn measurement tables into device and fabric profiles; say how far they are off on rows held out."""
     from echograph.workflow.calibration.profiles import fit
 
-    with progress("reading the tables") as say:
+    with show_progress("reading the tables") as progress:
         found = fit(
             output, kernels=kernels, collectives=collectives, nccl_tests=nccl_tests or (), cluster=cluster,
             collective=collective, name=name, devices=device or (), base=base, fabrics=fabric or (), date=date,
-            trace=trace, model=model, plan=None if plan is None else Plan(**read_plan(plan)), say=say,
+            trace=trace, model=model, plan=None if plan is None else Plan(**read_plan(plan)), progress=progress,
         )  # fmt: skip
     for note in found.notes:
         print_error(note)

@@ -29,9 +29,9 @@ from echograph.cli.output import (
     print_notes,
     print_table,
     print_text,
-    progress,
     reading,
     shortened,
+    show_progress,
     write_json,
     write_text,
     write_trace,
@@ -99,11 +99,11 @@ def run_command(
     if asked.model:
         require_torch()
     system = system_options.system(plan.cluster)
-    with reading(graph) as (loaded, say):
+    with reading(graph) as (loaded, progress):
         # Who reads only the JSON is told whether it fits, and saves the time.
         found = prediction(
             loaded, plan, system, scenario, asked, training_options,
-            trace_ranks=traced, propose=html is not None or not as_json, say=say,
+            trace_ranks=traced, propose=html is not None or not as_json, progress=progress,
         )  # fmt: skip
     print_notes(found.notes)
     record = found.to_json()
@@ -142,9 +142,9 @@ def _run_jobs(
         raise UsageError(f"{names}: not of jobs that share a system: run each alone for that")
     check_outputs({f"graph {n}": path for n, path in enumerate(dict.fromkeys(graphs), 1)}, {"--output": output})
     stems = [path.stem for path in graphs]
-    with progress(f"reading {graphs[0]}") as say:
-        loaded = [serde.load(path, say) for path in graphs]
-        say("simulating")
+    with show_progress(f"reading {graphs[0]}") as progress:
+        loaded = [serde.load(path, progress) for path in graphs]
+        progress("simulating")
         found = simulate_jobs(loaded, system_options.system(plan.cluster), placement, names=stems, plans=(plan,))
     record = found.to_json()
     if as_json:
@@ -185,9 +185,9 @@ def plan_command(
         other = "--moves" if asked.moves else "--compare-clusters"
         raise UsageError(f"{', '.join(names)}: {other} writes no plan or page: leave it out")
     check_outputs({"the graph": graph}, files)
-    with reading(graph) as (loaded, say):
+    with reading(graph) as (loaded, progress):
         found = find_plans(
-            loaded, plan, system_options, scenario, training_options, asked, where=where, say=say
+            loaded, plan, system_options, scenario, training_options, asked, where=where, progress=progress
         )  # fmt: skip
     print_json(found.to_json()) if as_json else print_text(str(found))
     if not isinstance(found, PlansFound):
@@ -247,10 +247,10 @@ def sweep_command(
     check_outputs({"the graph": graph}, {"--output": output, "--html": html})
     if output is not None:
         check_table(output)
-    with reading(graph) as (loaded, say):
+    with reading(graph) as (loaded, progress):
         found = sweep(
             loaded, axes, plan, system_options, scenario,
-            journal_path=None if output is None else journal_of(output), where=where, say=say,
+            journal_path=None if output is None else journal_of(output), where=where, progress=progress,
         )  # fmt: skip
     print_json(found.to_json()) if as_json else print_text(str(found))
     print_notes(found.notes)
@@ -289,8 +289,8 @@ def replay_command(
     check_outputs({"the job": job}, {"--output": output, "--trace": trace})
     scales = Scenario(scale=tuple(scale or ()), without=tuple(without or ())).scales
     system = None if cluster is None else System(cluster)
-    with reading(job) as (loaded, say):
-        say("replaying")
+    with reading(job) as (loaded, progress):
+        progress("replaying")
         found = replayed_job(loaded, system=system, gpus=gpus, scales=scales)
     record = found.to_json()
     print_json(record) if as_json else print_text(str(found))
@@ -379,10 +379,10 @@ def validate_command(
             raise UsageError(f"{', '.join(others)}: of a table of steps: leave that out with --trace")
         check_outputs({"the trace": trace}, {"--output": output})
         spec = {name: value for name, value in (("dtype", dtype), ("optimizer", optimizer)) if value}
-        with progress("reading") as say:
+        with show_progress("reading") as progress:
             found: Any = validate_trace(
-                read_folder(trace, say=say), model=model, plan=plan, sizes=sizes, spec=spec,
-                system_options=system_options, source=trace.resolve().name, say=say,
+                read_folder(trace, progress=progress), model=model, plan=plan, sizes=sizes, spec=spec,
+                system_options=system_options, source=trace.resolve().name, progress=progress,
             )  # fmt: skip
     elif table is not None:
         from echograph.workflow.validation.validate import validate
@@ -393,8 +393,10 @@ def validate_command(
         if words:
             raise UsageError(f"{', '.join(map(option_name, words))}: only with --trace: a table's rows say it")
         grades = tuple(grade.split(","))
-        with progress("compiling") as say:
-            found = validate(table, families=family or (), grades=grades, peers=peers, jobs=jobs, say=say)
+        with show_progress("compiling") as progress:
+            found = validate(
+                table, families=family or (), grades=grades, peers=peers, jobs=jobs, progress=progress
+            )
     print_json(found.to_json()) if as_json else print_text(str(found))
     write_json(output, found.to_json(), "validation")
 

@@ -148,16 +148,16 @@ def reading(path: Path) -> Iterator[tuple[StepGraph | JobGraph, Progress]]:
     """Shows the progress of work on a graph; yields the graph of a file, and the progress callback."""
     from echograph.ir import serde
 
-    with progress(f"reading {path}") as say:
-        yield serde.load(path, say), say
+    with show_progress(f"reading {path}") as progress:
+        yield serde.load(path, progress), progress
 
 
-def save_graph(graph: Graph, path: Path, say: Progress) -> dict[str, Any]:
+def save_graph(graph: Graph, path: Path, progress: Progress) -> dict[str, Any]:
     """Writes a graph; what its record for programs begins with."""
     from echograph.ir import serde
 
-    say(f"writing {path}")
-    return {"output": str(path), "bytes": serde.save(graph, path, say)}
+    progress(f"writing {path}")
+    return {"output": str(path), "bytes": serde.save(graph, path, progress)}
 
 
 def print_written(record: Mapping[str, Any]) -> None:
@@ -166,7 +166,7 @@ def print_written(record: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def progress(text: str) -> Iterator[Progress]:
+def show_progress(text: str) -> Iterator[Progress]:
     """Shows what is going on until the work ends; yields the progress callback.
 
     On a terminal it is one line with a count and the time, which goes away at the end. Elsewhere every stage that
@@ -175,8 +175,8 @@ def progress(text: str) -> Iterator[Progress]:
     Args:
         text: the first stage.
     """
-    with _on_terminal(text) if sys.stderr is not None and sys.stderr.isatty() else _as_lines(text) as say:
-        yield say
+    with _on_terminal(text) if sys.stderr is not None and sys.stderr.isatty() else _as_lines(text) as progress:
+        yield progress
 
 
 @contextmanager
@@ -194,11 +194,11 @@ def _on_terminal(text: str) -> Iterator[Progress]:
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(_one_line(text), total=None, count="")
 
-        def say(stage: str, done: int = 0, total: int = 0) -> None:
+        def progress(stage: str, done: int = 0, total: int = 0) -> None:
             count = f"{done:,} of {total:,}" if total else f"{done:,}" if done else ""
             bar.update(task, description=_one_line(stage), count=count)
 
-        yield say
+        yield progress
 
 
 @contextmanager
@@ -215,7 +215,7 @@ def _as_lines(text: str) -> Iterator[Progress]:
                 said = current
                 _write(said)
 
-    def say(stage: str, done: int = 0, total: int = 0) -> None:
+    def progress(stage: str, done: int = 0, total: int = 0) -> None:
         nonlocal current
         current = stage
         if stage != said and time.monotonic() - begun >= QUIET_S:
@@ -225,7 +225,7 @@ def _as_lines(text: str) -> Iterator[Progress]:
     timer.daemon = True
     timer.start()
     try:
-        yield say
+        yield progress
     finally:
         with lock:
             current = ""  # nothing comes after what the command itself says

@@ -34,7 +34,7 @@ def analyze(
     *,
     ranks: Collection[int] | None = None,
     last_step: bool = False,
-    say: Progress = silent,
+    progress: Progress = silent,
     **options: Any,
 ) -> AnswerTable:
     """Answers a question about what ran: where the time goes, what waits, what is launched.
@@ -45,7 +45,7 @@ def analyze(
         name: name of the analysis: "overlap", "temporal-breakdown", "kernels", ... (a wrong one lists them).
         ranks: only these; None: all that there are. A prediction has one rank of each role.
         last_step: with traces: keep the last profiler step, which is often cut off.
-        say: told how far the reading is.
+        progress: told how far the reading is.
         options: options of the analysis, by name.
 
     Returns:
@@ -67,7 +67,7 @@ def analyze(
         options["cluster"] = fabric_of(options["cluster"])
     if isinstance(options.get("predicted"), str | Path):
         options["predicted"] = predicted_memory(Path(options["predicted"]))
-    found: AnswerTable = analysis(_traces(what, ranks, last_step, say), **options)
+    found: AnswerTable = analysis(_traces(what, ranks, last_step, progress), **options)
     return found
 
 
@@ -108,12 +108,15 @@ def predicted_memory(path: Path) -> PredictedMemory:
 
 
 def _traces(
-    what: Result | Timeline | Path | str | TraceSet, ranks: Collection[int] | None, last_step: bool, say: Progress
+    what: Result | Timeline | Path | str | TraceSet,
+    ranks: Collection[int] | None,
+    last_step: bool,
+    progress: Progress,
 ) -> TraceSet:
     if isinstance(what, Result | Timeline):
         return _simulated(what.timeline if isinstance(what, Result) else what, ranks)
     if isinstance(what, str | Path):
-        return read_folder(Path(what), ranks, last_step=last_step, say=say)
+        return read_folder(Path(what), ranks, last_step=last_step, progress=progress)
     return what
 
 
@@ -140,7 +143,7 @@ def read_folder(
     jobs: int = 1,
     cache: bool = False,
     engine: str = "local",
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> TraceSet:
     """The profiler traces of a folder, or of one file.
 
@@ -151,7 +154,7 @@ def read_folder(
         jobs: processes that read; 0 takes one a core.
         cache: keep what was read, so that a second look is quick.
         engine: "local", or "ray" for a task a rank on a Ray cluster.
-        say: told how far it is.
+        progress: told how far it is.
 
     Raises:
         UsageError: processes beside a Ray cluster, which has a task a rank.
@@ -171,7 +174,7 @@ def read_folder(
         workers=jobs or os.cpu_count() or 1,
         engine=engine,
         cache_folder=cache_folder() if cache else None,
-        say=say,
+        progress=progress,
     )
     if last_step and all(complete_steps(trace) is trace for trace in traces.values()):
         idle = "--last-step: has no effect here: no trace marks several steps"
@@ -205,7 +208,7 @@ def answers(
 
 
 def every_answer(
-    traces: TraceSet, against: TraceSet | None = None, say: Progress = silent
+    traces: TraceSet, against: TraceSet | None = None, progress: Progress = silent
 ) -> dict[str, AnswerTable]:
     """What every analysis answers, or every one that has two runs side by side; for a workbook.
 
@@ -214,7 +217,7 @@ def every_answer(
     Args:
         traces: the traces.
         against: another run, beside which each answer is put.
-        say: told what is being analysed.
+        progress: told what is being analysed.
     """
     from echograph.profiler.analyses import ANALYSES
     from echograph.profiler.analyses.against import COMPARED
@@ -222,7 +225,7 @@ def every_answer(
 
     found: dict[str, AnswerTable] = {}
     for name in ANALYSES if against is None else COMPARED:
-        say(f"analysing {name}")
+        progress(f"analysing {name}")
         try:
             found |= answers(traces, name, {}, against)
         except EchoError as error:
@@ -236,7 +239,7 @@ def analysis_page(
     name: str,
     options: Mapping[str, Any],
     against: tuple[str, TraceSet] | None = None,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> str:
     """One analysis of traces with its plot as an HTML page, or the whole picture.
 
@@ -246,7 +249,7 @@ def analysis_page(
         name: name of the analysis; "": the whole picture.
         options: options of the analysis, by name.
         against: another run and what it is called, beside which the page puts the traces.
-        say: told how far it is.
+        progress: told how far it is.
     """
     from echograph.profiler.analyses import ANALYSES
     from echograph.profiler.page.comparison import comparison
@@ -255,10 +258,10 @@ def analysis_page(
     if against is not None:
         other, compared = against
         names, chosen = ([name], {name: options}) if name else (None, {})
-        return comparison(traces, compared, f"{folder} against {other}", names, chosen, say)
+        return comparison(traces, compared, f"{folder} against {other}", names, chosen, progress)
     if name:
         return page_of(name, ANALYSES[name](traces, **options), f"{name} of {folder}")
-    return report(traces, f"Traces of {folder}", say)
+    return report(traces, f"Traces of {folder}", progress)
 
 
 def write_copy(traces: TraceSet, name: str, output: Path, options: Mapping[str, Any]) -> None:

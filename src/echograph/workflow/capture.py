@@ -122,7 +122,7 @@ def capture(
     fake_data: Mapping[str, str | Path | None] = _NOTHING,
     fake_weights: Mapping[str, str | Path | None] = _NOTHING,
     timeout_s: float | None = None,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> JobGraph:
     """Runs a training script as one rank of a job that is not there, in a process of its own, and takes a step.
 
@@ -149,7 +149,7 @@ def capture(
         fake_weights: models of the Hugging Face hub of which the same is true: name -> a folder with a
             config.json, or a model of the zoo; None: the zoo's of that name.
         timeout_s: seconds after which the script is ended, and the capture with an error; None: never.
-        say: told what goes on.
+        progress: told what goes on.
 
     Returns:
         What all ranks execute in the step, with their groups.
@@ -176,7 +176,7 @@ def capture(
         fake_weights=_texts(fake_weights),
         timeout=timeout_s,
     )
-    captured = capture_script_file(framework, arguments, options, showing=lambda: nullcontext(say))
+    captured = capture_script_file(framework, arguments, options, showing=lambda: nullcontext(progress))
     tell(captured.notes)
     warn(captured.warnings)
     return cast(JobGraph, captured.graph)
@@ -236,9 +236,9 @@ def capture_script_file(
     ranks, timeout_s = asked.chosen_ranks, asked.timeout
     with (
         CaptureProcess(script, world, adapter, ranks=ranks, quiet=quiet, timeout_s=timeout_s) as running,
-        showing() as say,
+        showing() as progress,
     ):
-        return running.result(say)
+        return running.result(progress)
 
 
 def _units(framework: str) -> HostUnits:

@@ -37,7 +37,7 @@ def compile(
     inputs: Inputs | None = None,
     loss: LossFunction | None = None,
     producer: str = "recorder",
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> StepGraph:
     """Captures one training step of a model, without a GPU and without weights, and folds its repeated blocks.
 
@@ -52,7 +52,7 @@ def compile(
         inputs: inputs of a module: a tuple (positional) or a mapping (keyword).
         loss: loss of a module: output -> scalar tensor; None where the module returns the loss.
         producer: "recorder", or "aot" (export and AOTAutograd).
-        say: told what goes on.
+        progress: told what goes on.
 
     Returns:
         What one micro-batch and one optimizer step compute. Tensors have shapes and no data.
@@ -67,24 +67,24 @@ def compile(
 
     sizes = {"batch_size": batch_size, "seq_len": seq_len, "attention": attention}
     if not isinstance(model, str | Path):
-        return _compile_built(model, spec or StepSpec(), sizes, inputs, loss, producer, say)
+        return _compile_built(model, spec or StepSpec(), sizes, inputs, loss, producer, progress)
     if inputs is not None or loss is not None:
         raise UsageError(f"inputs and loss: are of a module, which {model} is not: its function says them itself")
     if str(model).endswith(".onnx"):
         if any(size is not None for size in sizes.values()):
             raise UsageError("batch_size, seq_len and attention: not for an ONNX file, whose inputs have shapes")
         step = {} if spec is None else {**given(spec), "dtype": spec.dtype}
-        return compile_onnx_file(Path(model), step=step, say=say).graph
+        return compile_onnx_file(Path(model), step=step, progress=progress).graph
     from echograph.frontend.pytorch.capture import capture_mode
 
     spec = spec or StepSpec()
     with capture_mode():
-        name, built = build_model(str(model), spec, say=say, **sizes)  # type: ignore[arg-type]
-    return _compile(name, built, spec, producer, say)
+        name, built = build_model(str(model), spec, progress=progress, **sizes)  # type: ignore[arg-type]
+    return _compile(name, built, spec, producer, progress)
 
 
 def _compile_built(
-    model: Any, spec: StepSpec, sizes: dict[str, Any], inputs: Any, loss: Any, producer: str, say: Progress
+    model: Any, spec: StepSpec, sizes: dict[str, Any], inputs: Any, loss: Any, producer: str, progress: Progress
 ) -> StepGraph:
     """The step of a module, or of what a function builds."""
     from torch.nn import Module
@@ -97,11 +97,11 @@ def _compile_built(
     _quiet_libraries()
     with capture_mode() as mode:
         if not isinstance(model, Module):
-            return _compile(getattr(model, "__name__", "model"), model(), spec, producer, say)
+            return _compile(getattr(model, "__name__", "model"), model(), spec, producer, progress)
         if inputs is None:
             raise UsageError(f"{type(model).__name__}: a module is captured on inputs: give them, as inputs=(x,)")
         built = without_memory(model, mode), inputs, loss
-    return _compile(type(model).__name__, built, spec, producer, say)
+    return _compile(type(model).__name__, built, spec, producer, progress)
 
 
 def build_model(
@@ -111,11 +111,11 @@ def build_model(
     batch_size: int | None = None,
     seq_len: int | None = None,
     attention: str | None = None,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> tuple[str, tuple[Any, Any, Any]]:
     """A model's name, and its module, inputs and loss: fake tensors under `capture_mode`, real ones elsewhere."""
     _quiet_libraries()
-    say(f"building {model}")
+    progress(f"building {model}")
     if model.rpartition(":")[0].endswith(".py"):
         from echograph.frontend.pytorch.userfile import build_from_file
 
@@ -140,15 +140,15 @@ def compile_entry(
     seq_len: int | None = None,
     attention: str | None = None,
     producer: str = "recorder",
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> StepGraph:
     """Captures and folds one training step of a model of the zoo."""
     from echograph.frontend.pytorch.capture import capture_mode
 
-    say(f"building {entry.name}")
+    progress(f"building {entry.name}")
     with capture_mode():
         built = _build_entry(entry, spec, batch_size=batch_size, seq_len=seq_len, attention=attention)
-    return _compile(entry.name, built, spec, producer, say)
+    return _compile(entry.name, built, spec, producer, progress)
 
 
 def _build_entry(entry: ModelEntry, spec: StepSpec, **sizes: Any) -> tuple[Any, Any, Any]:
@@ -190,18 +190,20 @@ def _check_adapters(spec: StepSpec) -> None:
         raise UsageError("--mtp-num-layers: further tokens are for zoo models: give your module its own")
 
 
-def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: str, say: Progress) -> StepGraph:
+def _compile(
+    name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: str, progress: Progress
+) -> StepGraph:
     from echograph.frontend.pytorch.capture import capture
     from echograph.frontend.pytorch.lower import lower
     from echograph.ir.passes.fold import Fold
 
     with _one_line_errors(name):
-        say(f"capturing one training step of {name}")
+        progress(f"capturing one training step of {name}")
         captured = capture(*built, spec, producer=producer)
-        say("lowering")
+        progress("lowering")
         graph = lower(captured, spec, name=name)
     tell(_without_gradient(built[0], graph))
-    say("folding repeated blocks")
+    progress("folding repeated blocks")
     return Fold()(graph)
 
 
@@ -244,7 +246,7 @@ def compile_onnx_file(
     loss: str = "auto",
     step: Mapping[str, Any] = MappingProxyType({}),
     branch: str = "",
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> Compiled:
     """The step graph of a model: its forward pass, or with `train` a whole training step.
 
@@ -255,7 +257,7 @@ def compile_onnx_file(
         loss: what it is trained on (`frontend.onnx.loss`).
         step: fields of `StepSpec`; dtype where it is left out is the file's, and the others count with `train`.
         branch: which branch an `If` takes where data decide: then or else; "" refuses.
-        say: is told what is going on.
+        progress: is told what is going on.
 
     Raises:
         UsageError: an option does not fit the file.
@@ -272,13 +274,13 @@ def compile_onnx_file(
 
     _check_adapters(StepSpec(**step))
     sizes = dict(_size(text) for text in dims)
-    say(f"reading {path}")
+    progress(f"reading {path}")
     model = read(path, sizes)
     from echograph.frontend.onnx.call import step_type
     from echograph.frontend.onnx.compile import compile_onnx
 
     spec = StepSpec(**{"dtype": step_type(model), **step})
-    say(f"running {path} without data")
+    progress(f"running {path} without data")
     return compile_onnx(model, spec, train=train, loss=loss, branch=branch)
 
 

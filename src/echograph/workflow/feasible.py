@@ -32,7 +32,7 @@ def feasible_plans(
     plan: Plan,
     cluster: Cluster,
     memory: Memory | None,
-    say: Progress,
+    progress: Progress,
     most: int = MOST_TRIED,
     runtime: Runtime | None = None,
 ) -> list[str]:
@@ -46,14 +46,14 @@ def feasible_plans(
         plan: the plan that does not fit.
         cluster: the cluster that the job runs on.
         memory: what the plan needs; nothing is tried where it fits.
-        say: told what goes on.
+        progress: told what goes on.
         most: plans that are tried.
         runtime: what the framework takes of memory besides tensors.
     """
     found: list[str] = []
     if isinstance(graph, JobGraph) or memory is None or memory.fits:
         return found
-    say("looking for a plan that fits")
+    progress("looking for a plan that fits")
     hopeful = (changes for changes in _changes(plan, cluster) if _may_be_enough(changes, memory))
     for changes in islice(hopeful, most):
         if len(found) == ENOUGH:

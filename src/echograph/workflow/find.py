@@ -138,7 +138,7 @@ def find_plans(
     asked: SearchOptions,
     *,
     where: WorkerOptions = HERE,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> PlansFound | ClusterComparison | Improved:
     """Looks for the best plans.
 
@@ -150,7 +150,7 @@ def find_plans(
         of_training: what is asked of a whole training.
         asked: what is looked for.
         where: plans are predicted.
-        say: told how far it is.
+        progress: told how far it is.
 
     Raises:
         UsageError: what is asked excludes each other, or means nothing here.
@@ -165,7 +165,9 @@ def find_plans(
         if others := [*given(of_training), *given(where)]:
             raise UsageError(f"{', '.join(map(option_name, others))}: is of a search: not with --moves")
         first = Plan(**plan)
-        return improve(graph, first, options.system(first.cluster), scenario, method=asked.moves, say=say)
+        return improve(
+            graph, first, options.system(first.cluster), scenario, method=asked.moves, progress=progress
+        )
     common = ("cluster", "global_batch")
     base = Plan(**{name: value for name, value in plan.items() if name in common})
     how: dict[str, Any] = {
@@ -175,7 +177,7 @@ def find_plans(
         "max_memory_bytes": asked.max_memory_bytes,
         "time_s": inf if asked.time is None else asked.time,
         "most_step_s": most_step_s(graph, base.global_batch, of_training),
-        "say": say,
+        "progress": progress,
         "journal_path": asked.journal,
     }
     if asked.compare_clusters:

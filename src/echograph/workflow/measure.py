@@ -83,7 +83,9 @@ class Captured:
     invocations: list[Invocation]
 
 
-def capture_invocations(model: str, spec: StepSpec, cache_bytes: int, say: Progress, **sizes: Any) -> Captured:
+def capture_invocations(
+    model: str, spec: StepSpec, cache_bytes: int, progress: Progress, **sizes: Any
+) -> Captured:
     """Captures a step as graph and as the invocations that it is made of."""
     from echograph.frontend.pytorch.capture import capture, capture_mode
     from echograph.frontend.pytorch.invocations import invocations_of
@@ -92,8 +94,8 @@ def capture_invocations(model: str, spec: StepSpec, cache_bytes: int, say: Progr
     from echograph.workflow.compile import build_model
 
     with capture_mode():
-        name, built = build_model(model, spec, say=say, **sizes)
-    say(f"capturing one training step of {name}")
+        name, built = build_model(model, spec, progress=progress, **sizes)
+    progress(f"capturing one training step of {name}")
     nodes = capture(*built, spec)
     flat, made = lower_nodes(nodes, workload_of(nodes, spec, name))
     return Captured(graph=Fold()(flat), flat=flat, invocations=invocations_of(nodes, flat, made, cache_bytes))
@@ -105,7 +107,7 @@ def measure_invocations(
     profile: Profile,
     options: Any,
     output: Path,
-    say: Progress,
+    progress: Progress,
 ) -> OpTiming:
     """Measures invocations, and writes the profile as it grows."""
     from echograph.ir.profile import save_profile
@@ -118,10 +120,10 @@ def measure_invocations(
     def save(grown: Profile) -> None:
         save_profile(grown, output)
 
-    return measure(invocations, device, profile, options, save=save, say=say)
+    return measure(invocations, device, profile, options, save=save, progress=progress)
 
 
-def start_profile(device: MeasuringDevice, output: Path, name: str, resume: bool, say: Progress) -> Profile:
+def start_profile(device: MeasuringDevice, output: Path, name: str, resume: bool, progress: Progress) -> Profile:
     """The profile to begin with: the one that there is, or an empty one with the host's times."""
     from echograph.ir.profile import Profile, load_profile
     from echograph.profiler.measure.ops import continued
@@ -130,7 +132,7 @@ def start_profile(device: MeasuringDevice, output: Path, name: str, resume: bool
         if not output.exists():
             raise UsageError(f"--resume: there is no {output} to go on with: leave --resume out")
         return continued(load_profile(output), device.environment(name), str(output))
-    say("measuring the host")
+    progress("measuring the host")
     return Profile(environment=with_host(device, name))
 
 
@@ -186,7 +188,7 @@ def time_step(
     warm_up: int,
     keep: bool,
     profile: Path | None,
-    say: Progress,
+    progress: Progress,
     **sizes: Any,
 ) -> dict[str, Any]:
     """Whole training steps, timed end to end; beside a profile's sum of operations and its simulation.
@@ -199,7 +201,7 @@ def time_step(
         warm_up: number of steps before those.
         keep: on the CPU: whether freed memory stays, as on CUDA.
         profile: measured durations of the operations; None predicts nothing.
-        say: told what goes on.
+        progress: told what goes on.
         sizes: `batch_size`, `seq_len` and `attention` of a zoo model.
 
     Returns:
@@ -210,8 +212,10 @@ def time_step(
     """
     if not keep and device.name != "cpu":
         raise UsageError("--allocator: is of the CPU, whose freed memory may go back to the system: leave it out")
-    predicted = {} if profile is None else predicted_step(model, spec, profile, device.cache_bytes, say, **sizes)
-    samples = measure_step(model, spec, device, steps, warm_up, keep, say, **sizes)
+    predicted = (
+        {} if profile is None else predicted_step(model, spec, profile, device.cache_bytes, progress, **sizes)
+    )
+    samples = measure_step(model, spec, device, steps, warm_up, keep, progress, **sizes)
     errors = {
         f"{name[:-2]}_error": seconds / samples.median - 1
         for name, seconds in predicted.items()
@@ -237,7 +241,7 @@ def measure_step(
     steps: int,
     warm_up: int,
     keep: bool,
-    say: Progress,
+    progress: Progress,
     **sizes: Any,
 ) -> Samples:
     """Times real steps of a model on a device."""
@@ -251,12 +255,12 @@ def measure_step(
     if keep and device.name == "cpu":
         keep_freed_memory()
     with torch.device(device.name):
-        _, built = build_model(model, spec, say=say, **sizes)
-    return time_steps(real_step(*built, spec, device.name), device, steps, warm_up, say)
+        _, built = build_model(model, spec, progress=progress, **sizes)
+    return time_steps(real_step(*built, spec, device.name), device, steps, warm_up, progress)
 
 
 def predicted_step(
-    model: str, spec: StepSpec, profile: Path, cache_bytes: int, say: Progress, **sizes: Any
+    model: str, spec: StepSpec, profile: Path, cache_bytes: int, progress: Progress, **sizes: Any
 ) -> dict[str, Any]:
     """The sum of a step's operations, and the step simulated, from a profile; None where it lacks operations."""
     from echograph.ir.passes.annotate import join
@@ -264,11 +268,11 @@ def predicted_step(
     from echograph.workflow.plan import Plan
     from echograph.workflow.predict import predict
 
-    graph = capture_invocations(model, spec, cache_bytes, say, **sizes).graph
+    graph = capture_invocations(model, spec, cache_bytes, progress, **sizes).graph
     _, coverage = join(graph, load_profile(profile))
     found: dict[str, Any] = {"sum_s": to_s(coverage.busy_ps), "missing": coverage.missing}
     if not coverage.missing:
-        say("simulating")
+        progress("simulating")
         result, _ = predict(graph, Plan(cluster=str(profile)))
         found["simulated_s"] = to_s(result.step_ps)
     return found

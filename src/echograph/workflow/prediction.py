@@ -129,7 +129,7 @@ def prediction(
     *,
     trace_ranks: Sequence[int] = (),
     propose: bool = True,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> Prediction:
     """Predicts a step, and answers what else is asked of it.
 
@@ -142,14 +142,14 @@ def prediction(
         of_training: what is asked of a whole training.
         trace_ranks: ranks whose timelines are wanted, too.
         propose: whether a few plans that fit are looked for where this one does not.
-        say: told how far it is.
+        progress: told how far it is.
 
     Raises:
         UsageError: what is asked needs the step graph.
         PlanError: the plan does not fit in memory, and has to.
         EchoError: as `predict`.
     """
-    say("simulating")
+    progress("simulating")
     notes: list[str] = []
     result, job = predict(
         graph, plan, system, scenario, engine=asked.engine, trace_ranks=trace_ranks,
@@ -157,7 +157,7 @@ def prediction(
     )  # fmt: skip
     most = MOST_TRIED if asked.strict_memory else FEW if propose else 0
     runtime = runtime_of((plan.stack if plan is not None else "") or job.workload.stack, system.architecture)
-    near = feasible_plans(graph, plan, system.cluster, result.memory, say, most, runtime)
+    near = feasible_plans(graph, plan, system.cluster, result.memory, progress, most, runtime)
     if asked.strict_memory:
         refuse_if_it_does_not_fit(result, near)
     return Prediction(
@@ -166,8 +166,8 @@ def prediction(
         notes=(*notes, *cluster_notes(system.cluster, job.world_size)),
         near=tuple(near),
         training=training(result, system, of_training),
-        needed=_needed(graph, plan, system, scenario, of_training, say),
-        largest=_largest_of(graph, plan, system, asked, say),
+        needed=_needed(graph, plan, system, scenario, of_training, progress),
+        largest=_largest_of(graph, plan, system, asked, progress),
         tensors=asked.tensors,
     )
 
@@ -178,19 +178,19 @@ def _needed(
     system: System,
     scenario: Scenario,
     asked: TrainingOptions,
-    say: Progress,
+    progress: Progress,
 ) -> GpusNeeded | None:
     if asked.days is None:
         return None
     from echograph.workflow.search.sizing import gpus_needed, of_plan
 
-    step = gpus_needed(graph, plan, system, scenario, asked, say)
+    step = gpus_needed(graph, plan, system, scenario, asked, progress)
     _, whole = of_plan(graph, step.plan, system, scenario, asked)
     return GpusNeeded(days=asked.days, step=step, training=whole)
 
 
 def _largest_of(
-    graph: StepGraph | JobGraph, plan: Plan, system: System, asked: PredictionOptions, say: Progress
+    graph: StepGraph | JobGraph, plan: Plan, system: System, asked: PredictionOptions, progress: Progress
 ) -> tuple[Largest, ...]:
     if not asked.what_fits:
         return ()
@@ -198,4 +198,4 @@ def _largest_of(
 
     if not isinstance(graph, StepGraph):
         raise UsageError("--what-fits: the graph is a job: give the step graph that it was made of")
-    return what_fits(graph, plan, system, longer(graph, asked.model) if asked.model else None, say)
+    return what_fits(graph, plan, system, longer(graph, asked.model) if asked.model else None, progress)

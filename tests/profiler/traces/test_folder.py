@@ -55,7 +55,9 @@ def test_only_the_ranks_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.M
         write(tmp_path / f"{rank}.json", [work("k", 1, 1)], rank=rank)
     read: list[str] = []
     whole = folder.read_any
-    monkeypatch.setattr(folder, "read_any", lambda file, say: (read.append(file.name), whole(file, say))[1])
+    monkeypatch.setattr(
+        folder, "read_any", lambda file, progress: (read.append(file.name), whole(file, progress))[1]
+    )
     assert list(read_traces(tmp_path, [1, 3])) == [1, 3]
     assert read == ["1.json", "3.json"]
     with pytest.raises(UsageError, match="no trace of rank 7; there are 0, 1, 2, 3"):
@@ -106,7 +108,7 @@ def test_processes_read_what_one_reads(tmp_path: Path, monkeypatch: pytest.Monke
     told: list[tuple[str, int, int]] = []
     alone, together = (
         read_traces(tmp_path),
-        read_traces(tmp_path, workers=2, say=lambda *told_of: told.append(told_of)),
+        read_traces(tmp_path, workers=2, progress=lambda *told_of: told.append(told_of)),
     )
     assert all(equal(alone[rank], together[rank]) for rank in range(3))
     assert told == [("reading traces", n, 3) for n in (1, 2, 3)]

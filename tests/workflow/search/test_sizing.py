@@ -116,7 +116,7 @@ def test_the_largest_fits_and_one_more_does_not(dense: StepGraph) -> None:
 
 def test_what_fits_is_found_in_few_tries(dense: StepGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     system, plan, tried = System("dgx-h100").with_memory(3 * 2**29), Plan(gpus=8), []
-    layers = what_fits(dense, plan, system, say=lambda stage, *_: tried.append(stage))[1]
+    layers = what_fits(dense, plan, system, progress=lambda stage, *_: tried.append(stage))[1]
     assert not layers.tried_all
     own = [int(stage.rsplit(" ")[-1].replace(",", "")) for stage in tried if "layers" in stage]
     assert layers.size in own and layers.size + 1 in own, "the next larger was tried, and does not fit"

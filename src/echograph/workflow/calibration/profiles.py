@@ -36,7 +36,7 @@ def fit(
     trace: str | Path | None = None,
     model: str = "",
     plan: Plan | None = None,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> AnswerTable:
     """Turns tables of measurements into profiles of devices and fabrics, which predictions then rest on.
 
@@ -55,7 +55,7 @@ def fit(
         trace: instead of all these, profiler traces of a job, whose kernels correct the profile of their device.
         model: the model that was traced, where the trace does not show it.
         plan: what the trace does not show of how it was spread.
-        say: told what goes on.
+        progress: told what goes on.
 
     Returns:
         How far each fit is off on rows that it has not seen; relative errors.
@@ -74,7 +74,7 @@ def fit(
     }  # fmt: skip
     _check_fit({option for option, value in given.items() if value})
     if trace is not None:
-        return _fit_the_trace(Path(trace), Path(output), model, plan, say)
+        return _fit_the_trace(Path(trace), Path(output), model, plan, progress)
     if not name or name.startswith(".") or Path(name).name != name:
         raise UsageError(f"--name {name[:40]}: names a cluster and its files: give a word without slashes")
     tables = [Path(kernels)] if isinstance(kernels, str | Path) else [Path(table) for table in kernels or ()]
@@ -85,15 +85,15 @@ def fit(
     skipped: list[str] = []
     with whole_folder(Path(output)) as folder:
         if tables and base is not None:
-            records += refit_device(tables, base, folder, date, say)
+            records += refit_device(tables, base, folder, date, progress)
         elif tables:
-            records += fit_devices(tables, list(devices), folder, date, say)
+            records += fit_devices(tables, list(devices), folder, date, progress)
         if collectives is not None:
-            found, skipped = fit_the_fabrics(Path(collectives), list(fabrics), folder, date, say)
+            found, skipped = fit_the_fabrics(Path(collectives), list(fabrics), folder, date, progress)
             records += found
         if nccl_tests:
             logs = [Path(log) for log in nccl_tests]
-            records += fit_the_logs(logs, cluster, collective, name, folder, date, say)
+            records += fit_the_logs(logs, cluster, collective, name, folder, date, progress)
     notes = (f"{without}: the table has no rows for it, skipped" for without in skipped)
     return from_rows(TITLES, [[record[title] for title in TITLES] for record in records], notes)
 
@@ -123,7 +123,7 @@ def _check_fit(given: set[str]) -> None:
         raise UsageError("--device: not with --base, which names the one that is fitted: leave it out")
 
 
-def _fit_the_trace(trace: Path, output: Path, model: str, plan: Plan | None, say: Progress) -> AnswerTable:
+def _fit_the_trace(trace: Path, output: Path, model: str, plan: Plan | None, progress: Progress) -> AnswerTable:
     from echograph.ir.files import whole_folder
     from echograph.profiler.analyses.table import from_rows
     from echograph.workflow.analyze import read_folder
@@ -132,12 +132,14 @@ def _fit_the_trace(trace: Path, output: Path, model: str, plan: Plan | None, say
 
     name = trace.resolve().name
     with whole_folder(output) as folder:
-        records = fit_trace(read_folder(trace, say=say), folder, model=model, plan=plan, source=name, say=say)
+        records = fit_trace(
+            read_folder(trace, progress=progress), folder, model=model, plan=plan, source=name, progress=progress
+        )
     return from_rows(OF_TRACE, [[record[title] for title in OF_TRACE] for record in records])
 
 
 def fit_devices(
-    tables: Sequence[Path], names: list[str], output: Path, date: str, say: Progress = silent
+    tables: Sequence[Path], names: list[str], output: Path, date: str, progress: Progress = silent
 ) -> list[dict[str, object]]:
     """Fits the named devices, or all of the datasheets; one record for each kind that was held out."""
     from echograph.profiler.costs import load_device
@@ -150,12 +152,12 @@ def fit_devices(
         if name not in facts:
             raise UnknownNameError("device", name, facts)
     done: dict[str, DeviceProfile] = {}
-    say(f"reading {', '.join(map(str, tables))}")
+    progress(f"reading {', '.join(map(str, tables))}")
     measured = read_tables(tables)
     # The file names a device after the relative that it borrows from, so relatives are fitted first.
     for name, device in facts.items():
         if not names or name in names:
-            say(f"fitting {name}")
+            progress(f"fitting {name}")
             relative = done.get(device.relative) or (load_device(device.relative) if device.relative else None)
             done[name] = fit_device(measured, name, device, relative=relative, date=date)
             write_profile(done[name], output / f"{name}.json")
@@ -163,14 +165,14 @@ def fit_devices(
 
 
 def refit_device(
-    tables: Sequence[Path], base: str, output: Path, date: str, say: Progress = silent
+    tables: Sequence[Path], base: str, output: Path, date: str, progress: Progress = silent
 ) -> list[dict[str, object]]:
     """Fits what tables of one device measure; the rest stays as the shipped profile has it."""
     from echograph.profiler.costs import load_device
     from echograph.profiler.fit.device import refit, write_profile
     from echograph.profiler.fit.table import read_tables
 
-    say(f"fitting {', '.join(map(str, tables))}")
+    progress(f"fitting {', '.join(map(str, tables))}")
     profile = refit(read_tables(tables), load_device(base), [], date=date)
     write_profile(profile, output / f"{profile.name}.json")
     return list(_held_out(profile))
@@ -196,7 +198,7 @@ def _held_out(profile: DeviceProfile) -> Iterator[dict[str, object]]:
 
 
 def fit_the_fabrics(
-    table: Path, names: list[str], output: Path, date: str, say: Progress = silent
+    table: Path, names: list[str], output: Path, date: str, progress: Progress = silent
 ) -> tuple[list[dict[str, object]], list[str]]:
     """Fits the named fabrics, or all that have measured rows.
 
@@ -218,7 +220,7 @@ def fit_the_fabrics(
     records: list[dict[str, object]] = []
     fitted: list[str] = []
     skipped: list[str] = []
-    say(f"reading {table}")
+    progress(f"reading {table}")
     measured = read_collectives_csv(table)
     for name in names or known:
         recipe = known[name]
@@ -226,7 +228,7 @@ def fit_the_fabrics(
         if not rows:
             skipped.append(name)
             continue
-        say(f"fitting {name} to {len(rows)} rows")
+        progress(f"fitting {name} to {len(rows)} rows")
         content, error = fabrics.document(recipe, fabrics.fit(recipe, rows), rows, date)
         write_whole(output / f"{name}.json", [json.dumps(content, indent=2) + "\n"])
         held = {"rows held out": content["about"]["held_out_rows"], "median error": None, "bias": None}
@@ -248,7 +250,7 @@ def fit_the_logs(
     name: str,
     output: Path,
     date: str,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> list[dict[str, object]]:
     """Fits a cluster's fabrics to logs of nccl-tests; one record for each kind of collective held out."""
     from echograph.profiler.fit.fabric import KINDS, read_nccl_tests
@@ -259,8 +261,8 @@ def fit_the_logs(
     if collective and collective not in KINDS:
         raise UnknownNameError("collective", collective, KINDS)
     kind: Any = collective or None
-    say(f"reading {len(logs)} logs")
+    progress(f"reading {len(logs)} logs")
     rows = [row for log in logs for row in read_nccl_tests(log, kind)]
-    say(f"fitting {len(rows)} rows")
+    progress(f"fitting {len(rows)} rows")
     records = fit_logs(rows, cluster, name, output, date)
     return records

@@ -33,7 +33,7 @@ def fit_trace(
     model: str = "",
     plan: Plan | None = None,
     source: str = "",
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> list[dict[str, object]]:
     """Writes the profile of a trace's device, corrected by its kernels.
 
@@ -45,7 +45,7 @@ def fit_trace(
         model: as `validate_trace` takes it.
         plan: as `validate_trace` takes it.
         source: what the trace is called.
-        say: told what goes on.
+        progress: told what goes on.
 
     Returns:
         A record for each kind: errors on kernels held out before and after, and whether it was corrected.
@@ -54,7 +54,7 @@ def fit_trace(
         UsageError: the trace shows neither shapes nor a model.
         DataError: no kind of kernel could be judged on kernels held out.
     """
-    found = predict_trace(traces, model=model, plan=plan, say=say)
+    found = predict_trace(traces, model=model, plan=plan, progress=progress)
     assert found.system.device is not None
     base = msgspec.structs.replace(found.system.device, traced=msgspec.UNSET)
     kernels = list(_of_shapes(traces, base) if found.job is None else _of_model(found, base))
@@ -63,7 +63,7 @@ def fit_trace(
             f"{traces[found.rank].path}: shows neither the shapes of its kernels nor which model ran: "
             "give --model, or record with record_shapes=True"
         )
-    say(f"fitting {len(kernels)} calls of kernels")
+    progress(f"fitting {len(kernels)} calls of kernels")
     fits = fit_traced(kernels, f"kernels of the trace {source}" if source else "kernels of a trace")
     if not any(fit.correction for fit in fits):
         raise DataError("no kind of kernel is nearer to what was measured with a correction: nothing to write")

@@ -55,14 +55,14 @@ FormatOptions = Mapping[str, Any]
 """Of a format, by name; those that are None or False are not given."""
 
 
-def import_(name: str, source: str | Path, *, keep_overhead: bool = False, say: Progress = silent) -> Graph:
+def import_(name: str, source: str | Path, *, keep_overhead: bool = False, progress: Progress = silent) -> Graph:
     """Reads what another tool wrote as a graph; what a graph cannot hold goes to the logger `echograph`.
 
     Args:
         name: name of the format: "chakra", "comms", "gml", "json", "kineto", "onnx" or "text".
         source: the file; for chakra and kineto the folder of the ranks.
         keep_overhead: with kineto: durations as recorded, with what recording cost.
-        say: told how far it is.
+        progress: told how far it is.
 
     Raises:
         UnknownNameError: no such format.
@@ -70,12 +70,12 @@ def import_(name: str, source: str | Path, *, keep_overhead: bool = False, say: 
         InputError: the source cannot be read.
         DataError: it breaks a rule of its format.
     """
-    imported = import_graph(name, Path(source), keep_overhead=keep_overhead, say=say)
+    imported = import_graph(name, Path(source), keep_overhead=keep_overhead, progress=progress)
     tell(imported.notes)
     return imported.graph
 
 
-def import_graph(name: str, source: Path, *, keep_overhead: bool = False, say: Progress = silent) -> Imported:
+def import_graph(name: str, source: Path, *, keep_overhead: bool = False, progress: Progress = silent) -> Imported:
     """`import_`, with what a graph cannot hold of the source beside it.
 
     Raises:
@@ -83,7 +83,7 @@ def import_graph(name: str, source: Path, *, keep_overhead: bool = False, say: P
     """
     options = {"keep_overhead": keep_overhead}
     check_import(name, options)
-    loaded = _bound(IMPORTS[name], options, say)(source)
+    loaded = _bound(IMPORTS[name], options, progress)(source)
     return loaded if isinstance(loaded, Imported) else Imported(graph=loaded)
 
 
@@ -95,7 +95,7 @@ def export(
     cluster: str | None = None,
     per_role: bool = False,
     name: str | None = None,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> Exported:
     """Writes a graph in another tool's format.
 
@@ -106,7 +106,7 @@ def export(
         cluster: where the job runs, for formats with durations; None: the default one.
         per_role: with chakra: one file a role instead of one a rank.
         name: with chakra: name of the files.
-        say: told what goes on.
+        progress: told what goes on.
 
     Returns:
         What was written, and in `notes` what the format cannot hold.
@@ -119,7 +119,7 @@ def export(
     """
     options = {"cluster": cluster, "per_role": per_role, "name": name}
     check_export(to, options)
-    done: Exported = _bound(EXPORTS[to], options, say)(graph, Path(output))
+    done: Exported = _bound(EXPORTS[to], options, progress)(graph, Path(output))
     return done
 
 
@@ -183,6 +183,6 @@ def _taken(function: Callable[..., Any]) -> set[str]:
     return {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} - {"progress"}
 
 
-def _bound(function: Callable[..., Any], options: FormatOptions, say: Progress) -> Callable[..., Any]:
-    told = {"progress": say} if "progress" in signature(function).parameters else {}
+def _bound(function: Callable[..., Any], options: FormatOptions, progress: Progress) -> Callable[..., Any]:
+    told = {"progress": progress} if "progress" in signature(function).parameters else {}
     return partial(function, **told, **_given(options))

@@ -374,10 +374,17 @@ class _Search:
     """
 
     def __init__(
-        self, among: Space, bounds: Bounds, aim: Objective, capacity: int, top: int, say: Progress, ahead: bool
+        self,
+        among: Space,
+        bounds: Bounds,
+        aim: Objective,
+        capacity: int,
+        top: int,
+        progress: Progress,
+        ahead: bool,
     ) -> None:
         self.among, self.bounds, self.aim = among, bounds, aim
-        self.capacity, self.top, self.say = capacity, top, say
+        self.capacity, self.top, self.progress = capacity, top, progress
         self.losers = Losers()
         self.best: list[Candidate] = []
         self.fitting: list[Candidate] = []
@@ -395,7 +402,7 @@ class _Search:
         for number, chosen in enumerate(self.among.choices()):
             self.considered = number + 1
             if number % 4096 == 0:
-                self.say("bounding plans", number)
+                self.progress("bounding plans", number)
             try:
                 plan = self.among.plan(chosen)
                 bound = self.bounds.first(plan, chosen["gpus"])
@@ -465,7 +472,7 @@ class _Search:
                     self._learn(plan, found)
                 else:
                     self._take(number, plan, found)
-            self.say("predicting plans", self.simulated, self.simulated + at.busy + self._open())
+            self.progress("predicting plans", self.simulated, self.simulated + at.busy + self._open())
 
     def _next(self) -> PlanPoint | None:
         """What is asked next; None where no plan can be among the best, or others have to be known before.
@@ -591,7 +598,7 @@ class _Search:
             if known is None:
                 if time.monotonic() > until:
                     break
-                self.say("memory of slower plans", at, len(every))
+                self.progress("memory of slower plans", at, len(every))
                 known = predicted(predictor, self.aim, number, plan)
             if known.fits and not any(_beats(one, known) for one in front):
                 front = [one for one in front if not _beats(known, one)] + [known]
@@ -636,7 +643,7 @@ def search(
     time_s: float = inf,
     where: WorkerOptions = HERE,
     journal_path: Path | None = None,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> SearchResult:
     """The best plans for a step on a system.
 
@@ -656,7 +663,7 @@ def search(
         time_s: seconds after which it ends with the best so far.
         where: plans are predicted.
         journal_path: where answers are kept as they come, and looked for; None: nowhere.
-        say: told how far it is.
+        progress: told how far it is.
 
     Returns:
         The best plans, those that no other beats in time, memory and GPUs, and why the others lose. Ended by the
@@ -682,7 +689,7 @@ def search(
     if among.facts.batch == 1 and "micro_batch" not in among.asked:
         tell([ONE_SAMPLE])
     bounds, capacity = Bounds(graph, system, scenario), system.cluster.memory_bytes
-    state = _Search(among, bounds, aim, capacity, top, say, ahead=time_s < inf)
+    state = _Search(among, bounds, aim, capacity, top, progress, ahead=time_s < inf)
     make, begun = Question(graph, system, scenario, objective, most_step_s), 0
     state.begin()
     with ExitStack() as stack:

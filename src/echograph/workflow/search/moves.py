@@ -179,8 +179,10 @@ class Improved:
 class _Judge:
     """Predicts settings, each once."""
 
-    def __init__(self, graph: StepGraph, system: System, scenario: Scenario, most: int, say: Progress) -> None:
-        self.graph, self.system, self.scenario, self.most, self.say = graph, system, scenario, most, say
+    def __init__(
+        self, graph: StepGraph, system: System, scenario: Scenario, most: int, progress: Progress
+    ) -> None:
+        self.graph, self.system, self.scenario, self.most, self.progress = graph, system, scenario, most, progress
         self.known: dict[str, float] = {}
 
     @property
@@ -196,7 +198,7 @@ class _Judge:
             listed = setting.passes(self.graph, self.system)
             key = " ".join(map(pass_text, listed))
             if key not in self.known:
-                self.say("predicting moves", len(self.known), self.most)
+                self.progress("predicting moves", len(self.known), self.most)
                 self.known[key] = inf  # where a pass refuses
                 job = run(self.graph, listed, to=JobGraph, verify=False)
                 result = simulate(job, self.system, self.scenario, plan=setting.plan)
@@ -253,7 +255,7 @@ def improve(
     method: str = "greedy",
     most: int = 100,
     seed: int = 0,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> Improved:
     """Makes a plan better by moves.
 
@@ -265,7 +267,7 @@ def improve(
         method: "greedy" or "annealing".
         most: settings that are predicted.
         seed: of annealing.
-        say: told how far it is.
+        progress: told how far it is.
 
     Raises:
         UnknownNameError: no such method.
@@ -279,7 +281,7 @@ def improve(
     if plan.passes or plan.global_batch is None:
         raise UsageError("--moves: begin with a plan and its --global-batch, not with --passes")
     system = system or System(plan.cluster)
-    judge, first = _Judge(graph, system, scenario, most, say), TunedPlan(plan)
+    judge, first = _Judge(graph, system, scenario, most, progress), TunedPlan(plan)
     first.passes(graph, system)  # says what is wrong with it
     begun = judge.step_s(first)
     if begun == inf:

@@ -53,7 +53,7 @@ def gpus_needed(
     system: System,
     scenario: Scenario,
     asked: TrainingOptions,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> Candidate:
     """The fewest GPUs on which a plan ends a training within its days, more replicas being all that changes.
 
@@ -63,7 +63,7 @@ def gpus_needed(
         system: where it runs.
         scenario: what is asked beyond that.
         asked: of the training.
-        say: told how far it is.
+        progress: told how far it is.
 
     Raises:
         UsageError: the samples of a step are not said, or the plan is one that a search does not take.
@@ -84,7 +84,8 @@ def gpus_needed(
     }  # fmt: skip
     base = Plan(cluster=plan.cluster, global_batch=plan.global_batch)
     found = search(
-        graph, base, system, scenario, over=over, objective="gpus", most_step_s=most, top=1, front=False, say=say
+        graph, base, system, scenario, over=over, objective="gpus", most_step_s=most, top=1, front=False,
+        progress=progress,
     )  # fmt: skip
     return found.best[0]
 
@@ -287,7 +288,7 @@ def what_fits(
     plan: Plan,
     system: System,
     capture: Callable[[int], StepGraph] | None = None,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> tuple[Largest, ...]:
     """The largest micro-batch, the deepest model, and the longest sequence that fit under a plan.
 
@@ -299,7 +300,7 @@ def what_fits(
         plan: how it is spread.
         system: where it runs.
         capture: makes the step with a sequence of so many tokens; without it sequences are not tried.
-        say: told what is tried.
+        progress: told what is tried.
     """
     plan, workload = replace(plan, global_batch=None, dp=None), graph.workload
     # A pipeline of chunks takes micro-batches in rounds; one a stage is the least there is.
@@ -311,12 +312,12 @@ def what_fits(
         return largest_memory(job, system.cluster.memory_bytes, runtime)
 
     found = [
-        _largest("micro-batch", 1, lambda n: memory_of(graph, replace(plan, micro_batch=n)), MOST_SIZE, say),
-        _largest("layers", layers, lambda n: memory_of(Depth(layers=n)(graph)), MOST_LAYERS, say),
+        _largest("micro-batch", 1, lambda n: memory_of(graph, replace(plan, micro_batch=n)), MOST_SIZE, progress),
+        _largest("layers", layers, lambda n: memory_of(Depth(layers=n)(graph)), MOST_LAYERS, progress),
     ]
     if capture is not None:
         tokens = workload.sequence_length
-        found.append(_largest("sequence", tokens, lambda n: memory_of(capture(n)), MOST_SIZE, say, tokens))
+        found.append(_largest("sequence", tokens, lambda n: memory_of(capture(n)), MOST_SIZE, progress, tokens))
     return tuple(found)
 
 
@@ -351,13 +352,13 @@ def longer(graph: StepGraph, model: str) -> Callable[[int], StepGraph]:
 
 
 def _largest(
-    of: str, least: int, needs: Callable[[int], Memory | None], most: int, say: Progress, step: int = 1
+    of: str, least: int, needs: Callable[[int], Memory | None], most: int, progress: Progress, step: int = 1
 ) -> Largest:
     """The largest size that fits, a multiple of `step` beyond `least`; `most` at most."""
     needed: dict[int, Memory] = {}
 
     def fits(size: int) -> bool:
-        say(f"trying {of} {size:,}")
+        progress(f"trying {of} {size:,}")
         memory = needs(size)
         if memory is not None:
             needed[size] = memory

@@ -161,7 +161,7 @@ def sweep(
     *,
     journal_path: Path | None = None,
     where: WorkerOptions = HERE,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> Sweep:
     """Predicts every point of a grid.
 
@@ -173,7 +173,7 @@ def sweep(
         scenario: what is asked beyond that.
         journal_path: where finished points are kept, and looked for; None: nowhere.
         where: points are worked on.
-        say: told how far it is.
+        progress: told how far it is.
 
     Returns:
         A row a point. Interrupted, it says so, and has the rows of what was finished.
@@ -202,7 +202,7 @@ def sweep(
                 kept.add(key, record)
                 answers[key] = record
                 done += 1
-                say("predicting points", done, len(todo))
+                progress("predicting points", done, len(todo))
         except KeyboardInterrupt:
             ended = "interrupt"
     return Sweep(

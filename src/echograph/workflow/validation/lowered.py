@@ -33,7 +33,12 @@ from echograph.workflow.validation.traced import (
 
 
 def validate_lowered(
-    traces: TraceSet, steps: list[TracedStep], system: System, source: str, notes: Sequence[str], say: Progress
+    traces: TraceSet,
+    steps: list[TracedStep],
+    system: System,
+    source: str,
+    notes: Sequence[str],
+    progress: Progress,
 ) -> TraceValidation:
     """A trace beside a replay of it in which kernels and collectives take what is predicted.
 
@@ -43,21 +48,21 @@ def validate_lowered(
         system: its device and its network.
         source: what the trace is called.
         notes: what was said before.
-        say: told what goes on.
+        progress: told what goes on.
 
     Raises:
         UsageError: the trace has no shapes, so no kernel can be predicted.
     """
     rank = min(traces)
     assert system.device is not None
-    say("pricing the kernels")
+    progress("pricing the kernels")
     priced = {number: _priced(traces, number, system) for number in traces}
     if not priced[rank].calls:
         raise UsageError(
             f"{traces[rank].path}: shows neither which model ran nor the shapes of its operators: give --model "
             "(and --plan words as --gpus, --zero), or record with record_shapes=True"
         )
-    say("replaying")
+    progress("replaying")
     was = replay(lower_traces(traces, source).graph)
     job = lower_traces(traces, source, instead={number: one.works for number, one in priced.items()}).graph
     said = [*notes, "no model is known: operators, streams and the host's times are the trace's own"]

@@ -45,13 +45,13 @@ UPDATES = ("op:aten._foreach_*", "op:aten._fused_adamw_")
 GIB = 2**30
 
 
-def predict_rows(rows: Sequence[MeasuredStep], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
+def predict_rows(rows: Sequence[MeasuredStep], jobs: int = 1, progress: Progress = silent) -> list[Outcome]:
     """A prediction for every row that can be simulated, in the order of the rows.
 
     Args:
         rows: measured steps.
         jobs: processes.
-        say: told how far it is.
+        progress: told how far it is.
     """
     groups: dict[object, list[tuple[MeasuredStep, Setup]]] = defaultdict(list)
     done: dict[str, Outcome] = {}
@@ -64,7 +64,7 @@ def predict_rows(rows: Sequence[MeasuredStep], jobs: int = 1, say: Progress = si
             done[row.id] = _skipped(row, str(why))
     for outcomes in _run(list(_pieces(groups.values())), jobs):
         done |= {outcome.id: outcome for outcome in outcomes}
-        say("predicting measured steps", len(done), len(rows))
+        progress("predicting measured steps", len(done), len(rows))
     return [done[row.id] for row in rows]
 
 

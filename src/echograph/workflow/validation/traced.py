@@ -327,7 +327,7 @@ def validate_trace(
     spec: Mapping[str, Any] = MappingProxyType({}),
     system_options: SystemOptions | None = None,
     source: str = "",
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> TraceValidation:
     """Predicts the step that a trace shows, and lays both side by side.
 
@@ -340,20 +340,20 @@ def validate_trace(
         spec: fields of `StepSpec` that are given.
         system_options: another device than the trace names, and the like.
         source: what the trace is called.
-        say: told what goes on.
+        progress: told what goes on.
 
     Raises:
         UsageError: the trace shows neither a model nor shapes; nothing ran on a device.
         EchoError: as `compile`, `lower` and `simulate`.
     """
     found = predict_trace(
-        traces, model=model, plan=plan, sizes=sizes, spec=spec, system_options=system_options, say=say
+        traces, model=model, plan=plan, sizes=sizes, spec=spec, system_options=system_options, progress=progress
     )
     source = source or Path(traces[found.rank].path).name
     if found.job is None or found.result is None:
         from echograph.workflow.validation.lowered import validate_lowered
 
-        return validate_lowered(traces, found.steps, found.system, source, found.setup.notes, say)
+        return validate_lowered(traces, found.steps, found.system, source, found.setup.notes, progress)
     calls, time = _of_rank(found.result, found.job, found.rank)
     plan = found.setup.plan
     return TraceValidation(
@@ -400,7 +400,7 @@ def predict_trace(
     sizes: ModelSizes | None = None,
     spec: Mapping[str, Any] = MappingProxyType({}),
     system_options: SystemOptions | None = None,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> PredictedTrace:
     """The step of the lowest rank of a trace, and what is predicted for it.
 
@@ -410,7 +410,7 @@ def predict_trace(
 
     rank = min(traces)
     trace = traces[rank]
-    say("reading the steps")
+    progress("reading the steps")
     steps = traced_steps(trace)
     if not any(step.calls for step in steps):
         raise UsageError(f"{trace.path}: nothing ran on a device in its steps: there is nothing to compare")
@@ -418,11 +418,11 @@ def predict_trace(
     system = _system(trace, setup, system_options or SystemOptions())
     if not setup.model:
         return PredictedTrace(rank=rank, steps=steps, setup=setup, system=system)
-    graph = _compiled(setup, sizes, say)
+    graph = _compiled(setup, sizes, progress)
     setup.plan = _with_samples(graph, trace, steps, setup, sizes)
     if not any(call.size for call in steps[0].calls if call.phase != COMMUNICATION):
         setup.notes.append("the trace has no shapes: calls are matched by operator, phase and order alone")
-    say("simulating")
+    progress("simulating")
     job = lower(graph, setup.plan, system)
     if rank >= job.world_size:
         raise PlanError(f"the trace is of rank {rank}, and the plan has {job.world_size} ranks: give --gpus")
@@ -501,12 +501,12 @@ def _system(trace: Trace, found: TraceSetup, options: SystemOptions) -> System:
     return replace(options, device=options.device or name).system(cluster)
 
 
-def _compiled(found: TraceSetup, sizes: ModelSizes | None, say: Progress) -> StepGraph:
+def _compiled(found: TraceSetup, sizes: ModelSizes | None, progress: Progress) -> StepGraph:
     from echograph.frontend.pytorch.spec import StepSpec
     from echograph.workflow.compile import compile as compile_model
 
     of_model = {} if sizes is None else asdict(sizes)
-    return compile_model(found.model, StepSpec(**found.spec), say=say, **of_model)
+    return compile_model(found.model, StepSpec(**found.spec), progress=progress, **of_model)
 
 
 def _with_samples(

@@ -91,7 +91,7 @@ def validate(
     grades: Sequence[str] = ("A", "B"),
     peers: str | Path | None = None,
     jobs: int = 1,
-    say: Progress = silent,
+    progress: Progress = silent,
 ) -> Validation:
     """Predicts measured training steps, and says how far the predictions are off.
 
@@ -101,7 +101,7 @@ def validate(
         grades: only rows whose source is trusted so far; none: all.
         peers: a CSV table of other tools' errors on these rows, with the columns tool, id, err.
         jobs: processes.
-        say: told how far it is.
+        progress: told how far it is.
 
     Raises:
         InputError: a table cannot be read.
@@ -115,6 +115,6 @@ def validate(
     computed = computed_sources(rows)
     outcomes = [
         replace(outcome, computed=row.text("source") in computed)
-        for row, outcome in zip(rows, predict_rows(rows, jobs, say), strict=True)
+        for row, outcome in zip(rows, predict_rows(rows, jobs, progress), strict=True)
     ]
     return Validation(outcomes=tuple(outcomes), families=by_family(outcomes, said), computed=computed)
