@@ -175,7 +175,8 @@ for x, i in DataLoader(Images(), batch_size=4, num_workers=4, pin_memory=True):
     assert recorder.sample.shape == (4, 8)
 
 
-def test_what_a_run_saved_it_loads(tmp_path: Path) -> None:
+def test_what_a_run_saved_it_loads_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     text = """import torch
 model = torch.nn.Linear(8, 8).cuda()
 torch.save({"model": model.state_dict(), "step": 5}, "kept.pt")
@@ -184,9 +185,10 @@ assert loaded["step"] == 5 and loaded["model"]["weight"].shape == (8, 8)
 assert loaded["model"]["weight"] is not model.weight
 model.load_state_dict(loaded["model"])
 import os
-assert not os.path.exists("kept.pt")
+assert os.path.exists("kept.pt")
 """
     assert run(tmp_path, text + STEPS).recorder.recorded
+    assert not (tmp_path / "kept.pt").exists()
 
 
 def test_weights_of_safetensors_have_shapes(tmp_path: Path) -> None:
