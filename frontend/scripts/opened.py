@@ -44,8 +44,8 @@ def _hear(event: str, told: tuple[object, ...]) -> None:
         path, mode = os.fsdecode(told[0]), told[1]
         for listener in tuple(_listeners):
             listener(path, mode if isinstance(mode, str) else "")
-    elif (
-        event == "os.rename" and _movers and all(isinstance(path, str | bytes | os.PathLike) for path in told[:2])
-    ):
-        for mover in tuple(_movers):
-            mover(*map(os.fsdecode, told[:2]))  # type: ignore[arg-type]
+    elif event == "os.rename" and _movers:
+        source, target = told[:2]
+        if isinstance(source, str | bytes | os.PathLike) and isinstance(target, str | bytes | os.PathLike):
+            for mover in tuple(_movers):
+                mover(os.fsdecode(source), os.fsdecode(target))

@@ -106,7 +106,7 @@ def _state(module: torch.nn.Module) -> Hashable:
 def _shares(results: list[Any], given: list[Any], module: torch.nn.Module) -> bool:
     """Whether results lie in memory that was there before, or have values that are known."""
     tensors = [result for result in results if isinstance(result, FakeTensor)]
-    before = [value for value in given if isinstance(value, FakeTensor)]
-    before += [*module.parameters(), *module.buffers()]  # type: ignore[list-item]
+    before: list[Tensor] = [value for value in given if isinstance(value, FakeTensor)]
+    before += [*module.parameters(), *module.buffers()]
     places = {value.untyped_storage()._cdata for value in before}
     return any(is_known(tensor) or tensor.untyped_storage()._cdata in places for tensor in tensors)
