@@ -191,8 +191,8 @@ def _analytical(cost: CostEstimate, doubt: float) -> CostEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deal:
-    """How a pass is dealt to the SMs, an array each: what stands in the module's equations.
+class Tiling:
+    """How a pass is cut into tiles, an array each: what stands in the module's equations.
 
     Attributes:
         width: the head dim that the kernel pads to.
@@ -211,15 +211,15 @@ class Deal:
     swept: FloatArray
 
 
-def dealt(
+def tiling_of(
     model: AttentionModel,
     kernel: AttentionPass,
     shape: AttentionShape,
     *,
     causal: bool | npt.NDArray[np.bool_],
     backward: bool = False,
-) -> Deal:
-    """How a pass is dealt to the SMs, for every shape."""
+) -> Tiling:
+    """How a pass is cut into tiles, for every shape."""
     width = (padded(model, shape.d) + padded(model, shape.v_d)) / 2.0
     tile = tile_rows(kernel, width, shape.kv)
     # Of more queries than keys those at the front see nothing, and tiles of theirs alone take nothing.
@@ -229,7 +229,7 @@ def dealt(
     keys = _whole(shape.kv, kernel.key_tile)
     # The padding of keys is in `visited` where there is no mask: there the tiles have it as well.
     tiled, swept = (np.where(causal, shape.kv, keys), seeing) if backward else (seeing, keys)
-    return Deal(
+    return Tiling(
         width=width,
         tile=tile,
         tiles=shape.b * shape.h * np.ceil(tiled / tile),
@@ -240,19 +240,19 @@ def dealt(
 
 
 def correction_sizes(
-    kernel: AttentionPass, sheet: Datasheet, deal: Deal, causal: bool | npt.NDArray[np.bool_]
+    kernel: AttentionPass, sheet: Datasheet, tiling: Tiling, causal: bool | npt.NDArray[np.bool_]
 ) -> list[FloatArray]:
     """What the correction depends on: tiles as of the longest, its keys, the width.
 
     The first two grow with the queries and keys of a pass, masked or not. Keys beyond the longest rows that were
     measured count as those, and the last wave of tiles by the share of it that is waited for.
     """
-    waves = deal.tiles / sheet.sm_count
+    waves = tiling.tiles / sheet.sm_count
     waves = np.where(causal | (waves <= 1.0), waves, waves + kernel.wave_rounding * (np.ceil(waves) - waves))
     return [
-        sheet.sm_count * waves * deal.seen / deal.swept,
-        deal.swept * np.minimum(1.0, kernel.plateau_keys / deal.visited),
-        deal.width,
+        sheet.sm_count * waves * tiling.seen / tiling.swept,
+        tiling.swept * np.minimum(1.0, kernel.plateau_keys / tiling.visited),
+        tiling.width,
     ]
 
 
@@ -269,16 +269,16 @@ def pass_seconds(
     peak = sheet.peak_flops_per_s[model.peak]
     flops_per_pair = 4.0 * (BACKWARD_FLOPS if backward else 1.0)
     unit_s = flops_per_pair / (peak / sheet.sm_count)
-    deal = dealt(model, kernel, shape, causal=causal, backward=backward)
-    pair_s = unit_s * _work_per_pair(kernel, deal.width)
+    tiling = tiling_of(model, kernel, shape, causal=causal, backward=backward)
+    pair_s = unit_s * _work_per_pair(kernel, tiling.width)
     # Filling and draining take as long of a tile that has fewer rows.
-    overhead_s = kernel.tile * unit_s * (kernel.overhead + kernel.overhead_per_element * deal.width)
-    overhead_s = overhead_s * np.maximum(1.0, deal.visited / kernel.plateau_keys)
-    mean_s = deal.tile * deal.seen * pair_s + overhead_s
-    waves = deal.tiles / sheet.sm_count
+    overhead_s = kernel.tile * unit_s * (kernel.overhead + kernel.overhead_per_element * tiling.width)
+    overhead_s = overhead_s * np.maximum(1.0, tiling.visited / kernel.plateau_keys)
+    mean_s = tiling.tile * tiling.seen * pair_s + overhead_s
+    waves = tiling.tiles / sheet.sm_count
     # Libraries split the keys of a causal pass whose tiles are fewer than the SMs.
     splits = np.where(causal, np.clip(1.0 / waves, 1.0, kernel.splits), 1.0)
-    longest_s = deal.tile * deal.swept / splits * pair_s + overhead_s
+    longest_s = tiling.tile * tiling.swept / splits * pair_s + overhead_s
     full = waves + np.where(causal, 0.0, kernel.wave_rounding) * (np.ceil(waves) - waves)
     busy = np.maximum(longest_s, full * mean_s + kernel.tail * longest_s * np.minimum(1.0, waves))
     if kernel.throttle:
@@ -288,7 +288,7 @@ def pass_seconds(
     scale = kernel.time_scale * windowed
     seconds = kernel.launch_s + scale * (busy + _traffic_seconds(kernel, sheet, shape))
     if kernel.residual is not None:
-        sizes = correction_sizes(kernel, sheet, deal, causal)
+        sizes = correction_sizes(kernel, sheet, tiling, causal)
         seconds = seconds * np.exp(correction(kernel.residual, sizes, fades=False)[0])
     return np.maximum(seconds, _floor_seconds(sheet, shape, peak, flops_per_pair, causal))
 

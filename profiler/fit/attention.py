@@ -19,10 +19,10 @@ from echograph.profiler.costs.attention import (
     AttentionShape,
     attention_shape,
     correction_sizes,
-    dealt,
     keys_visited,
     padded,
     pass_seconds,
+    tiling_of,
 )
 from echograph.profiler.costs.device import (
     AttentionModel,
@@ -295,8 +295,8 @@ class _Sought:
 def _fit_residual(model: AttentionModel, kernel: AttentionPass, sheet: Datasheet, rows: Attentions) -> Grid:
     """What the rows of a forward pass say beyond the physical model, so that no larger pass is a shorter one."""
     error = np.log(rows.seconds / pass_seconds(model, kernel, sheet, rows.shape, causal=rows.causal))
-    deal = dealt(model, kernel, rows.shape, causal=rows.causal)
-    sizes = correction_sizes(kernel, sheet, deal, rows.causal)
+    tiling = tiling_of(model, kernel, rows.shape, causal=rows.causal)
+    sizes = correction_sizes(kernel, sheet, tiling, rows.causal)
     knots = (tuple(sheet.sm_count * waves for waves in WAVE_KNOTS), KEY_KNOTS, WIDTH_KNOTS)
     return fit_grid(
         knots,
@@ -338,7 +338,7 @@ def may_fall(kernel: AttentionPass, sheet: Datasheet, knots: Sequence[Sequence[f
     still = msgspec.structs.replace(kernel, query_traffic=0.0, kv_traffic=0.0)
     found = []
     for causal in (False, True):
-        one = dealt(model, kernel, attention_shape(1.0, 1.0, keys, width), causal=causal)
+        one = tiling_of(model, kernel, attention_shape(1.0, 1.0, keys, width), causal=causal)
         shape = attention_shape(1.0, whole * one.swept / one.seen / one.tiles, keys, width)
         for moves in (kernel, still):
             log_s = np.log(pass_seconds(model, moves, sheet, shape, causal=causal))
