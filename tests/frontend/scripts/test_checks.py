@@ -500,7 +500,7 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
         ("torch==1.0.0", "torch.nn.Linear(1, 1, of=3)", "requirements.txt asks for torch==1.0.0, and"),
         (
             "torch==1.0.0\npackaging==1.0",
-            "__import__('packaging.version').version.Version()",
+            "from packaging.version import Version; Version()",
             "requirements.txt asks for packaging==1.0, and",
         ),
         (
@@ -522,7 +522,7 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
         ),
         (
             "",
-            "__import__('packaging.version').version.Version(of=3)",
+            "from packaging.version import Version; Version(of=3)",
             r"packaging [\d.]+ is here, and the script may",
         ),
         (
