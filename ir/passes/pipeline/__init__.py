@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import starmap, zip_longest
 from math import prod
 from typing import Any, ClassVar
 
@@ -375,24 +375,20 @@ class PipelineContext:
         """What a chunk holds, and is given, with layers and chunks counted from its own."""
         graph, placement = self.graph, self.placement
 
-        def place(tensor: int) -> tuple[int, ...]:
-            block, instance, row = graph.locate_tensor(tensor)
+        def place(block: int, instance: int, row: int) -> tuple[int, ...]:
             if not block:
                 return (row,)
             chunk = placement.instances[block, instance]
             return block, chunk - number, instance - base.get((number, block), base[chunk, block]), row
 
-        def op_place(op: int) -> tuple[int, ...]:
-            block, instance, row = graph.locate_op(op)
-            if not block:
-                return (row,)
-            chunk = placement.instances[block, instance]
-            return block, chunk - number, instance - base.get((number, block), base[chunk, block]), row
+        def tensor_places(ids: Iterable[int]) -> tuple[object, ...]:
+            return tuple(starmap(place, map(graph.locate_tensor, ids)))
 
         def instances() -> Iterator[object]:
             for layer in layers:
                 its, where = graph.blocks[layer[0]].instances[layer[1]], self.layers.of[layer][0]
-                yield layer[0], where.leads, tuple(map(place, its.bindings)), tuple(map(op_place, its.op_bindings))
+                ops = tuple(starmap(place, map(graph.locate_op, its.op_bindings)))
+                yield layer[0], where.leads, tensor_places(its.bindings), ops
 
         up, down = self.routes.up, self.routes.down
         below = down[number - 1 : number] if number else ()
@@ -400,10 +396,10 @@ class PipelineContext:
         return (
             tuple(sorted(rows)),
             tuple(instances()),
-            tuple(tuple(tuple(map(place, tensors)) for tensors in side) for side in crossing),
+            tuple(tuple(map(tensor_places, side)) for side in crossing),
             tuple(row for row in sorted(rows) if (number, row) in self.leads),
             tuple(gradient for chunk, gradient in self.placement.shares if chunk == number),
-            tuple(tuple(map(place, its)) for its in self._stagewide_inputs(number)),
+            tuple(map(tensor_places, self._stagewide_inputs(number))),
         )
 
     def _stagewide_inputs(self, chunk: int) -> Iterator[list[int]]:
