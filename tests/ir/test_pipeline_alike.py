@@ -85,8 +85,7 @@ def replicas(draw: st.DrawFn) -> Pass:
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=80)
-@given(
+layers_that_differ = given(
     pipeline=pipelines(), data=replicas(), clip=st.booleans(), skip=st.booleans(),
     rows=st.one_of(
         st.just([8] * LAYERS),
@@ -94,7 +93,20 @@ def replicas(draw: st.DrawFn) -> Pass:
         st.sampled_from([[8, 24] * (LAYERS // 2), [8] * 6 + [24] * 6, [8] * 5 + [24] + [8] * 6]),
     ),
 )  # fmt: skip
-def test_any_pipeline_of_layers_that_differ(
+
+
+@settings(deadline=None, max_examples=25)
+@layers_that_differ
+def test_a_pipeline_of_layers_that_differ(
+    pipeline: Pipeline, data: Pass, clip: bool, skip: bool, rows: list[int]
+) -> None:
+    check(tied_step(LAYERS, clip=clip, skip=skip, rows=rows), (pipeline, data))
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=400)
+@layers_that_differ
+def test_many_pipelines_of_layers_that_differ(
     pipeline: Pipeline, data: Pass, clip: bool, skip: bool, rows: list[int]
 ) -> None:
     check(tied_step(LAYERS, clip=clip, skip=skip, rows=rows), (pipeline, data))

@@ -61,7 +61,7 @@ def predicted(device: DeviceProfile) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "h100-sxm" else pytest.param(n, marks=pytest.mark.slow) for n in device_names()]
+    "name", [n if n == "a100-sxm-40" else pytest.param(n, marks=pytest.mark.slow) for n in device_names()]
 )
 def test_wrong_values_are_predicted_with_or_refused(name: str, tmp_path: Path) -> None:
     document = json.loads((SHIPPED / f"{name}.json").read_text())
