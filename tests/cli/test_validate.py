@@ -271,6 +271,7 @@ def test_ddp_of_megatron_divides_the_optimizer_as_its_trainer_does() -> None:
 def test_an_unknown_trainer_that_compiles_runs_compiled_kernels(notes: str, stack: str) -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     assert made(notes=notes, zero_stage="FSDP", attention="flash", trainer="abacus").plan.stack == stack
+    assert made(zero_stage="FSDP", attention="flash", trainer=f"abacus, {notes}").plan.stack == stack
 
 
 def test_recomputation_that_is_left_open_is_what_the_memory_needs() -> None:
