@@ -29,7 +29,7 @@ from echograph.ir.columns import NONE, Int64, OpTable, TensorTable
 from echograph.ir.types import DType, Tensor
 
 FORMAT_MAJOR = 2
-FORMAT_MINOR = 1
+FORMAT_MINOR = 2
 """The newest that is known; docs/ir.md says what came with each."""
 
 BETWEEN_STEPS = "between steps"
@@ -180,10 +180,11 @@ class Graph:
         """The lowest version of the format that can say the graph, major and minor: its file has that one."""
         fixed = any(getattr(each, "deterministic", 0) for each in self.ops.attribute_values)
         newest = fixed or bool(self.workload.stack) or any(program.held for program in self.programs)
+        rounded = any(getattr(each, "tf32", getattr(each, "ieee", 0)) for each in self.ops.attribute_values)
         if any((column == DType.FP4_E2M1).any() for column in (self.tensors.dtype, self.ops.dtype)):
-            return 2, int(newest)
-        if newest:
-            return 1, 4
+            return 2, 2 if rounded else int(newest)
+        if rounded or newest:
+            return 1, 5 if rounded else 4
         if any(getattr(each, "block", 0) for each in self.ops.attribute_values):
             return 1, 3
         if self.passes:

@@ -183,11 +183,13 @@ class Gemm:
         transpose_a: the left operand is read transposed from row-major memory.
         transpose_b: the right one is.
         block: elements along the summed dimension that share a scale; 0: a scale a tensor or a row, or none.
+        tf32: operands of fp32 may be rounded to TF32.
     """
 
     transpose_a: bool = False
     transpose_b: bool = False
     block: int = 0
+    tf32: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,13 +209,17 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution:
-    """N-dimensional convolution; one entry per spatial dimension."""
+    """N-dimensional convolution; one entry per spatial dimension.
+
+    `ieee`: operands of fp32 may not be rounded to TF32, as PyTorch lets cuDNN do unless it is told not to.
+    """
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int = 1
     transposed: bool = False
+    ieee: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -427,20 +427,24 @@ class Gemm(_message.Message):
     TRANSPOSE_A_FIELD_NUMBER: _builtins.int
     TRANSPOSE_B_FIELD_NUMBER: _builtins.int
     BLOCK_FIELD_NUMBER: _builtins.int
+    TF32_FIELD_NUMBER: _builtins.int
     transpose_a: _builtins.bool
     transpose_b: _builtins.bool
     block: _builtins.int
     """elements along the summed dimension that share a scale; 0: a scale a tensor or a row, or none"""
+    tf32: _builtins.bool
+    """operands of fp32 may be rounded to TF32; of format 1.5"""
     def __init__(
         self,
         *,
         transpose_a: _builtins.bool = ...,
         transpose_b: _builtins.bool = ...,
         block: _builtins.int = ...,
+        tf32: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "transpose_a", b"transpose_a", "transpose_b", b"transpose_b"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "tf32", b"tf32", "transpose_a", b"transpose_a", "transpose_b", b"transpose_b"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -490,8 +494,11 @@ class Convolution(_message.Message):
     DILATION_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     TRANSPOSED_FIELD_NUMBER: _builtins.int
+    IEEE_FIELD_NUMBER: _builtins.int
     groups: _builtins.int
     transposed: _builtins.bool
+    ieee: _builtins.bool
+    """operands of fp32 may not be rounded to TF32; of format 1.5"""
     @_builtins.property
     def stride(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -506,10 +513,11 @@ class Convolution(_message.Message):
         dilation: _abc.Iterable[_builtins.int] | None = ...,
         groups: _builtins.int = ...,
         transposed: _builtins.bool = ...,
+        ieee: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dilation", b"dilation", "groups", b"groups", "padding", b"padding", "stride", b"stride", "transposed", b"transposed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dilation", b"dilation", "groups", b"groups", "ieee", b"ieee", "padding", b"padding", "stride", b"stride", "transposed", b"transposed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,7 @@ Both producers (`recorder`, `aot`) emit one `torch.fx.Graph` with these entries 
     call_function   VAL     the fake tensor, a tuple of fake tensors and numbers, or None (nothing returned)
                     PHASE   one of `PHASES`
                     MODULE  dotted path of the module that ran it, "" for the root (the loss, the optimizer)
+    product, convolution  TF32  whether PyTorch lets it round operands of fp32 to TF32
     backward        FORWARD_NODE  name of the forward node it differentiates, on at least
                                   `FORWARD_NODE_COVERAGE` of the backward nodes, and of the recomputed
     one per parameter  GRADIENT_OF  name of the parameter, on the node that makes its final gradient
@@ -34,6 +35,7 @@ GRADIENT_OF = "gradient_of"
 ROLE = "role"
 FQN = "fqn"
 NUMBER = "number"
+TF32 = "tf32"
 
 FORWARD = "forward"
 BACKWARD = "backward"

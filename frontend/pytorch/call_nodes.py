@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, NUMBER, PHASE, VAL, call_nodes
+from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, NUMBER, PHASE, TF32, VAL, call_nodes
 from echograph.ir.types import Attention, Attributes, Convolution, Gemm
 
 _ALLOCATIONS = frozenset(
@@ -167,6 +167,12 @@ _GEMM_OPERANDS = {
     "fp8._scaled_mm": ("a", "b"),
     "fp8._scaled_mm_add_": ("a", "b"),
 }
+_WIDE_PRODUCTS = {
+    getattr(packet, overload)
+    for packet in (getattr(torch.ops.aten, name) for name in ("mm", "bmm", "addmm", "baddbmm"))
+    for overload in packet.overloads()
+}
+_CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
 _ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _CONVOLUTION = ("convolution", "convolution_backward")
@@ -175,17 +181,26 @@ _SHAPES = ("size", "shape", "split_size", "split_sizes", "pin_memory")
 _HANDLES = (torch.device, torch.layout, torch.memory_format, torch.Generator)
 
 
+def may_round(node: Node) -> bool | None:
+    """Whether PyTorch now lets a product or a convolution round operands of fp32 to TF32; None: it is neither."""
+    kind = "matmul" if node.target in _WIDE_PRODUCTS else "conv" if node.target in _CONVOLUTIONS else None
+    return None if kind is None else torch._C._get_fp32_precision_getter("cuda", kind) == "tf32"
+
+
 def attributes_of(node: Node) -> Attributes | None:
     """The attributes of a call node, or None where shapes say all."""
     name = plain_name(node)
     if qualified_name(node) in _GEMM_OPERANDS:
         named = arguments(node)
         a, b = (named[operand].meta[VAL] for operand in _GEMM_OPERANDS[qualified_name(node)])
-        return Gemm(transpose_a=_is_transposed(a), transpose_b=_is_transposed(b), block=named.get("block", 0))
+        return Gemm(
+            transpose_a=_is_transposed(a), transpose_b=_is_transposed(b), block=named.get("block", 0),
+            tf32=node.meta.get(TF32, False) and a.dtype is torch.float32,
+        )  # fmt: skip
     if name.removesuffix("_backward") in (*_ATTENTION, _CPU_ATTENTION):
         return _attention(arguments(node))
     if name in _CONVOLUTION:
-        return _convolution(arguments(node))
+        return _convolution(arguments(node), ieee=not node.meta.get(TF32, True))
     return None
 
 
@@ -238,8 +253,9 @@ def _attention(named: dict[str, Any]) -> Attention:
     )
 
 
-def _convolution(named: dict[str, Any]) -> Convolution:
-    dimensions = named["weight"].meta[VAL].dim() - 2
+def _convolution(named: dict[str, Any], ieee: bool) -> Convolution:
+    weight = named["weight"].meta[VAL]
+    dimensions = weight.dim() - 2
 
     def each(values: list[int]) -> tuple[int, ...]:
         return tuple(values) * dimensions if len(values) == 1 else tuple(values)
@@ -250,6 +266,7 @@ def _convolution(named: dict[str, Any]) -> Convolution:
         dilation=each(named["dilation"]),
         groups=int(named["groups"]),
         transposed=bool(named["transposed"]),
+        ieee=ieee and weight.dtype is torch.float32,
     )
 
 

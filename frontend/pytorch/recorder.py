@@ -36,8 +36,10 @@ from echograph.frontend.pytorch.annotate import (
     OPTIMIZER,
     PHASE,
     RECOMPUTE,
+    TF32,
     VAL,
 )
+from echograph.frontend.pytorch.call_nodes import may_round
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
 from echograph.frontend.pytorch.shapes import Shapes
 from echograph.frontend.pytorch.step import TrainingStep
@@ -151,6 +153,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._first_call is None:
             self._first_call = node
         node.meta.update(annotations)
+        if (rounds := may_round(node)) is not None:
+            node.meta[TF32] = rounds
         node.meta[VAL] = value
         return node
 

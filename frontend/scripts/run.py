@@ -408,11 +408,17 @@ def _as_main(script: Script, arguments: Sequence[str]) -> Iterator[None]:
             del sys.modules[name]
 
 
+_FP32_PRECISIONS = (("generic", "all"), ("cuda", "all"), *(("cuda", kind) for kind in ("matmul", "conv", "rnn")))
+"""Where PyTorch keeps whether operands of fp32 may be rounded (`torch.backends`, `fp32_precision`)."""
+
+
 @contextmanager
 def _settings_kept() -> Iterator[None]:
     """Puts back what a script sets for the whole process: the next rank begins as this one did."""
     limit, dtype, grad = sys.getrecursionlimit(), torch.get_default_dtype(), torch.is_grad_enabled()
     precision, default = torch.get_float32_matmul_precision(), torch._GLOBAL_DEVICE_CONTEXT
+    cudnn_rounds = torch.backends.cudnn.allow_tf32
+    rounded = [(each, torch._C._get_fp32_precision_getter(*each)) for each in _FP32_PRECISIONS]
     device, context = _device.CURRENT_DEVICE, getattr(default, "device_context", None)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     names = vars(builtins)
@@ -426,7 +432,11 @@ def _settings_kept() -> Iterator[None]:
         sys.setrecursionlimit(limit)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
+        # The older words first: they write the newer, and cannot be read where those say otherwise.
         torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = cudnn_rounds
+        for each, value in rounded:
+            torch._C._set_fp32_precision_setter(*each, value)
         # The mode of a default device went with those that the script ran under.
         _device.CURRENT_DEVICE, default.device_context = device, context
         for number, handler in handlers.items():

@@ -1,4 +1,4 @@
-"""The types that a step computes in: products in FP8 and NVFP4, fp32 gradients.
+"""The types that a step computes in: products in FP8, NVFP4 and TF32, fp32 gradients.
 
 FP8 as torchao's `float8` training and Transformer Engine do it. The products of the linear layers within the
 model's layers are `_scaled_mm` on narrow operands with 16-bit results; everything else (attention, norms,
@@ -744,6 +744,31 @@ class _MainGradients(StepWriter):
         )  # fmt: skip
 
 
+class _Rounded(StepWriter):
+    """Writes products of fp32 whose operands may be rounded to TF32, or may not."""
+
+    def __init__(self, graph: StepGraph, tf32: bool) -> None:
+        super().__init__(graph)
+        self._tf32 = tf32
+
+    def operation(self, op: t.Op) -> None:
+        if _rounds(op, not self._tf32):
+            assert isinstance(op, t.Compute) and isinstance(op.attributes, t.Gemm)
+            op = replace(op, attributes=replace(op.attributes, tf32=self._tf32), durations=())
+        self.copy(op)
+
+
+def _rounds(op: t.Op, tf32: bool) -> bool:
+    return isinstance(op, t.Compute) and isinstance(op.attributes, t.Gemm) and op.attributes.tf32 is tf32
+
+
+def to_rounded(graph: StepGraph, tf32: bool) -> StepGraph:
+    """The step with products of fp32 whose operands may be rounded to TF32, or may not."""
+    if not any(isinstance(each, t.Gemm) and each.tf32 is not tf32 for each in graph.ops.attribute_values):
+        return graph
+    return _Rounded(graph, tf32).write()
+
+
 RECIPES = {
     "fp8": Recipe(scales="tensor", gradients=t.DType.FP8_E5M2),
     "fp8-rowwise": Recipe(scales="row"),
@@ -755,6 +780,9 @@ RECIPES = {
     ),
 }  # fmt: skip
 _STEPS = {"bf16": t.DType.BF16, "fp16": t.DType.FP16, "fp32": t.DType.FP32}
+_ROUNDED = {"fp32": False, "tf32": True}
+"""Precisions of a step in fp32: whether operands of its products are rounded to TF32."""
+_PRECISIONS = (*RECIPES, *_STEPS, "tf32")
 _TYPES = {"tf32", *(dtype.text for dtype in t.DType)} - {*_STEPS}
 
 
@@ -765,7 +793,8 @@ class Precision:
     Attributes:
         dtype: a recipe for narrow products ("fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"), or the type
             that the step has already ("bf16", "fp16", "fp32"): another one is other kernels, which only a capture
-            shows. None: as it is.
+            shows. "tf32" is a step in fp32 whose products may round their operands to TF32
+            (`torch.backends.cuda.matmul.allow_tf32`), and "fp32" one whose products may not. None: as it is.
         grad_dtype: type in which gradients add up; "fp32" gives a 16-bit step main gradients. None: their own.
         main_gradients: gradients in their own type have buffers, too, to which products add (gradient accumulation
             fusion); those in fp32 always have.
@@ -806,17 +835,18 @@ class Precision:
         if self.dtype is None:
             return graph
         own = graph.workload.dtype
-        if self.dtype in _STEPS:
-            if own == _STEPS[self.dtype]:
-                return graph
+        step = "fp32" if self.dtype in _ROUNDED else self.dtype
+        if step in _STEPS:
+            if own == _STEPS[step]:
+                return to_rounded(graph, _ROUNDED[self.dtype]) if self.dtype in _ROUNDED else graph
             raise PlanError(
                 f"precision {self.dtype}: the step was captured in {own.text}, and its kernels are of that type: "
-                f"compile the model with --dtype {self.dtype}"
+                f"compile the model with --dtype {step}"
             )
         if self.dtype not in RECIPES:
             if self.dtype in _TYPES:
-                raise UnavailableError(f"precision {self.dtype}: no step computes in it", (*RECIPES, *_STEPS))
-            raise UnknownNameError("precision", self.dtype, (*RECIPES, *_STEPS))
+                raise UnavailableError(f"precision {self.dtype}: no step computes in it", _PRECISIONS)
+            raise UnknownNameError("precision", self.dtype, _PRECISIONS)
         if own != t.DType.BF16:
             raise PlanError(
                 f"precision {self.dtype}: its products give bf16, and the step was captured in {own.text}: "

@@ -250,8 +250,11 @@ def encode_attributes(value: t.Attributes) -> pb.Attributes:
     match value:
         case t.Gemm():
             return pb.Attributes(
-                gemm=pb.Gemm(transpose_a=value.transpose_a, transpose_b=value.transpose_b, block=value.block)
-            )
+                gemm=pb.Gemm(
+                    transpose_a=value.transpose_a, transpose_b=value.transpose_b, block=value.block,
+                    tf32=value.tf32,
+                )
+            )  # fmt: skip
         case t.Attention():
             return pb.Attributes(
                 attention=pb.Attention(
@@ -263,7 +266,7 @@ def encode_attributes(value: t.Attributes) -> pb.Attributes:
             return pb.Attributes(
                 convolution=pb.Convolution(
                     stride=value.stride, padding=value.padding, dilation=value.dilation, groups=value.groups,
-                    transposed=value.transposed,
+                    transposed=value.transposed, ieee=value.ieee,
                 )
             )  # fmt: skip
         case t.MultiTensor():
@@ -684,7 +687,7 @@ def decode_attributes(message: pb.Attributes) -> t.Attributes:
     match message.WhichOneof("value"):
         case "gemm":
             g = message.gemm
-            return t.Gemm(transpose_a=g.transpose_a, transpose_b=g.transpose_b, block=g.block)
+            return t.Gemm(transpose_a=g.transpose_a, transpose_b=g.transpose_b, block=g.block, tf32=g.tf32)
         case "attention":
             a = message.attention
             return t.Attention(
@@ -695,7 +698,7 @@ def decode_attributes(message: pb.Attributes) -> t.Attributes:
             c = message.convolution
             return t.Convolution(
                 stride=tuple(c.stride), padding=tuple(c.padding), dilation=tuple(c.dilation), groups=c.groups,
-                transposed=c.transposed,
+                transposed=c.transposed, ieee=c.ieee,
             )  # fmt: skip
         case "multi_tensor":
             return t.MultiTensor(parts=message.multi_tensor.parts, leads=message.multi_tensor.leads)

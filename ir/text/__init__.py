@@ -185,9 +185,9 @@ def _compute(op: t.Compute) -> str:
 
 def _attributes(value: t.Attributes) -> str:
     match value:
-        case t.Gemm(transpose_a=a, transpose_b=b, block=block):
+        case t.Gemm(transpose_a=a, transpose_b=b, block=block, tf32=tf32):
             scaled = f"block={block}" if block else ""
-            return f"gemm({_join('transpose_a' if a else '', 'transpose_b' if b else '', scaled)})"
+            return f"gemm({_join('transpose_a' * a, 'transpose_b' * b, scaled, 'tf32' * tf32)})"
         case t.Attention():
             sizes = f"heads={value.heads} kv_heads={value.kv_heads} head_dim={value.head_dim}"
             dropout = f"dropout={value.dropout!r}" if value.dropout else ""
@@ -196,9 +196,8 @@ def _attributes(value: t.Attributes) -> str:
         case t.Convolution():
             windows = ((k, getattr(value, k)) for k in ("stride", "padding", "dilation"))
             sizes = " ".join(f"{k}=[{','.join(map(str, v))}]" for k, v in windows)
-            return (
-                f"convolution({_join(sizes, f'groups={value.groups}', 'transposed' if value.transposed else '')})"
-            )
+            flags = "transposed" * value.transposed, "ieee" * value.ieee
+            return f"convolution({_join(sizes, f'groups={value.groups}', *flags)})"
         case t.MultiTensor():
             return f"multi_tensor(parts={value.parts}{' leads' if value.leads else ''})"
 

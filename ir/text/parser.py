@@ -351,7 +351,8 @@ def _attributes(line: Line) -> t.Attributes | None:
     if line.has("gemm("):
         a, b = line.has("transpose_a"), line.has(" transpose_b") or line.has("transpose_b")
         block = line.integer() if line.has(" block=") or line.has("block=") else 0
-        found = t.Gemm(transpose_a=a, transpose_b=b, block=block)
+        tf32 = line.has(" tf32") or line.has("tf32")
+        found = t.Gemm(transpose_a=a, transpose_b=b, block=block, tf32=tf32)
     elif line.has("attention("):
         sizes = {key: line.field(key, line.integer) for key in ("heads", "kv_heads", "head_dim")}
         causal = line.has(" causal")
@@ -362,7 +363,8 @@ def _attributes(line: Line) -> t.Attributes | None:
             key: line.field(key, lambda: line.bracketed(line.integer)) for key in ("stride", "padding", "dilation")
         }
         groups = line.field("groups", line.integer)
-        found = t.Convolution(groups=groups, transposed=line.has(" transposed"), **windows)
+        transposed, ieee = line.has(" transposed"), line.has(" ieee")
+        found = t.Convolution(groups=groups, transposed=transposed, ieee=ieee, **windows)
     elif line.has("multi_tensor("):
         found = t.MultiTensor(parts=line.field("parts", line.integer), leads=line.has(" leads"))
     if found is None:

@@ -399,6 +399,8 @@ def _core(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> PowerD
     if not isinstance(op, Compute) or not isinstance(op.attributes, Gemm | Attention | Convolution) or not inputs:
         return PowerDraw()
     name = DTYPE_NAMES.get(inputs[0].dtype, "")
+    if isinstance(op.attributes, Gemm) and op.attributes.tf32 and name == "fp32":
+        name = "tf32" if "tf32" in device.gemm else name
     core = PowerDraw(STAND_IN.get(name, name))
     if not isinstance(op.attributes, Attention):
         return core
@@ -497,6 +499,7 @@ def _gemm(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
         return _memory(op, operands, device)
     layout = "NT" if attributes.transpose_a else "TN" if attributes.transpose_b else "NN"
     added, scales = _added(operands), [t for t in inputs[2:] if t.shape != outputs[0].shape]
+    device = in_tf32(device) if attributes.tf32 and a.dtype is DType.FP32 else device
     return _scaled(
         lambda dtype: gemm(
             device, m, n, k, batch=batch, dtype=dtype, layout=layout, accumulator_bytes=added, quantize=not scaled,
@@ -624,7 +627,8 @@ def _convolution(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEs
         "kernel": prod(weight.shape[2:]), "in_positions": prod(image.shape[2:]),
         "out_positions": prod(result.shape[2:]), "groups": attributes.groups,
     }  # fmt: skip
-    where = _with_cudnns_default(device) if image.dtype is DType.FP32 else device
+    rounded = image.dtype is DType.FP32 and not attributes.ieee
+    where = _with_cudnns_default(device) if rounded else device
 
     def of_pass(which: str) -> CostEstimate:
         return _or_slower(lambda dtype: convolution(where, **sizes, pass_=which, dtype=dtype), image.dtype, where)

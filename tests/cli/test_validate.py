@@ -141,6 +141,7 @@ def made(**change: object) -> Setup:
         ("half", ("fp16", "")), ("32-true", ("fp32", "")), ("FP8", ("bf16", "fp8")), ("FP8-CS", ("bf16", "fp8")),
         ("FP8-CS (FP8-MX)", ("bf16", "fp8")), ("fp8 (E4M3 hybrid)", ("bf16", "fp8")),
         ("FP8 (MX)", ("bf16", "mxfp8")),
+        ("TF32", ("fp32", "tf32")),
         ("fp8 tensorwise", ("bf16", "fp8")), ("float8 rowwise", ("bf16", "fp8-rowwise")),
         ("FP8 (1x128 tiles)", ("bf16", "fp8-blockwise")), ("FP8-SC", ("bf16", "fp8-blockwise")),
         ("FP8 blockwise", ("bf16", "fp8-blockwise")), ("MXFP8", ("bf16", "mxfp8")), ("NVFP4", ("bf16", "nvfp4")),

@@ -279,6 +279,19 @@ def stack() -> Graph:
     return b.build(StepGraph)
 
 
+def rounded() -> Graph:
+    """A product of fp32 whose operands may be rounded to TF32, and a convolution whose may not; format 1.5."""
+    b = GraphBuilder(name="rounded")
+    x, y = (b.tensor(name, (4, 4), D.FP32, role) for name, role in (("x", R.INPUT), ("y", R.ACTIVATION)))
+    b.compute("aten.mm", inputs=(x, x), outputs=(y,), flops=128, bytes_read=64, bytes_written=64,
+              attributes=t.Gemm(transpose_b=True, tf32=True), **FORWARD)  # fmt: skip
+    z, made = (b.tensor(name, (1, 4, 4), D.FP32, role) for name, role in (("z", R.INPUT), ("w", R.ACTIVATION)))
+    exact = t.Convolution(stride=(1,), padding=(0,), dilation=(1,), ieee=True)
+    b.compute("aten.convolution", inputs=(z, z), outputs=(made,), attributes=exact, **FORWARD)
+    b.program([(0, 0, 2, 0, 0)])
+    return b.build(StepGraph)
+
+
 def held() -> Graph:
     """Two roles, of which one says what libraries and the script hold besides tensors; format 1.4."""
     b = GraphBuilder(name="held")
@@ -305,6 +318,7 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
         passes,
         stack,
         held,
+        rounded,
         four_bits,
     )
 }

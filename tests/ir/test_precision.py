@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="needs the [torch] extra")
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "e2e")]
 
+import numpy as np
 import torch
 from families import shallow
 from recompute_model import LAYERS, WIDTH, step
@@ -30,7 +31,7 @@ from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import RECIPES, Precision
 from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.tensor_parallel import TensorParallel
-from echograph.ir.types import Collective, Compute, DType, Phase, TensorRole
+from echograph.ir.types import Collective, Compute, DType, Gemm, Phase, TensorRole
 from echograph.ir.unfold import difference, unfold
 from echograph.models import get_model
 from echograph.profiler.costs import gemm, load_device
@@ -546,6 +547,24 @@ def test_other_types_of_a_step_are_refused() -> None:
         Precision(dtype="mxfp4")(graph)
     with pytest.raises(UnavailableError, match="fp32"):
         Precision(grad_dtype="fp64")(graph)
+
+
+def test_a_step_in_fp32_may_round_what_its_products_read() -> None:
+    """The products are those of TF32, and nothing else of the step changes."""
+    step = compile_entry(shallow(get_model("gpt2"), 2), StepSpec(dtype="fp32"), batch_size=2, seq_len=64)
+    graph, device = Fold()(step), load_device("a100-sxm-80")
+    rounded = Precision(dtype="tf32")(graph)
+    assert rounded.format == (1, 5) and graph.format < (1, 5)
+    assert Precision(dtype="fp32")(graph) is graph and Precision(dtype="tf32")(rounded) is rounded
+    assert difference(Precision(dtype="fp32")(rounded), graph) is None
+    rows = [row for row in range(len(graph.ops)) if isinstance(getattr(graph.ops[row], "attributes", None), Gemm)]
+    assert [graph.ops[row].name for row in rows] == [rounded.ops[row].name for row in rows] != []
+    before, after = (estimate(one, device).picoseconds for one in (graph, rounded))
+    changed = np.flatnonzero(before != after)
+    assert changed.tolist() == rows
+    assert before[rows].sum() > 3 * after[rows].sum()
+    with pytest.raises(PlanError, match="compile the model with --dtype fp32"):
+        Precision(dtype="tf32")(model())
 
 
 def test_the_types_that_a_step_has_are_nothing_to_do() -> None:

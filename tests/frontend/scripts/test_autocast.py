@@ -15,6 +15,7 @@ from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
+from echograph.ir.types import DType, Gemm
 from echograph.simulator.memory import memory
 
 WIDE, NARROW = torch.float32, torch.bfloat16
@@ -146,3 +147,69 @@ def test_a_losss_copy_in_fp32_lives_until_its_gradient(tmp_path: Path) -> None:
     found = memory(graph, 0, 0, reserve=False)
     assert found is not None
     assert found.peak_bytes - found.at_rest_bytes == pytest.approx(logits * (2 + 4 + 4), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("said", "rounded"),
+    [
+        ("", {False}),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", {True}),
+        ("torch.set_float32_matmul_precision('high')", {True}),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", {True}),
+        ("torch.backends.fp32_precision = 'tf32'", {True}),
+        ("torch.backends.cudnn.allow_tf32 = True", {False}),
+    ],
+)
+def test_a_script_may_let_products_of_fp32_be_rounded(said: str, rounded: set[bool], tmp_path: Path) -> None:
+    """Forward and backward, on every rank; those of 16 bits are not."""
+    path, before = tmp_path / "train.py", fp32_precisions()
+    path.write_text(ROUNDED.format(said=said))
+    graph = capture_script(Script(path=path), World(size=2), TorchAdapter()).graph
+    assert fp32_precisions() == before
+    products = [op for op in map(graph.ops.__getitem__, range(len(graph.ops))) if "mm" in op.name]
+    types = {graph.tensors[op.inputs[-1]].dtype for op in products}
+    assert types == {DType.FP32, DType.BF16}
+    for dtype, expected in ((DType.FP32, rounded), (DType.BF16, {False})):
+        of_type = [op.attributes for op in products if graph.tensors[op.inputs[-1]].dtype is dtype]
+        assert {one.tf32 for one in of_type if isinstance(one, Gemm)} == expected and len(of_type) >= 2
+
+
+@pytest.mark.parametrize(
+    ("said", "ieee"),
+    [
+        ("", {False}),
+        ("torch.backends.cuda.matmul.allow_tf32 = False", {False}),
+        ("torch.backends.cudnn.allow_tf32 = False", {True}),
+        ("torch.backends.cudnn.conv.fp32_precision = 'ieee'", {True}),
+    ],
+)
+def test_a_script_may_forbid_that_convolutions_round(said: str, ieee: set[bool], tmp_path: Path) -> None:
+    path, before = tmp_path / "train.py", fp32_precisions()
+    path.write_text(ROUNDED.format(said=said).replace("Linear(64, 64)", "Conv1d(32, 32, 1)"))
+    graph = capture_script(Script(path=path), World(size=1), TorchAdapter()).graph
+    assert fp32_precisions() == before
+    found = [op for op in map(graph.ops.__getitem__, range(len(graph.ops))) if "convolution" in op.name]
+    wide = [op for op in found if graph.tensors[op.inputs[-1]].dtype is DType.FP32]
+    assert {op.attributes.ieee for op in wide} == ieee
+    assert not any(op.attributes.ieee for op in found if op not in wide)
+
+
+def fp32_precisions() -> tuple[object, ...]:
+    """What PyTorch's older and newer words say; they raise where they contradict each other."""
+    backends = torch.backends
+    older = torch.get_float32_matmul_precision(), backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+    newer = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)  # type: ignore[attr-defined]
+    return *older, backends.fp32_precision, *(one.fp32_precision for one in newer)  # type: ignore[attr-defined]
+
+
+ROUNDED = """import torch
+{said}
+model, head = torch.nn.Linear(64, 64).cuda(), torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+for step in range(3):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        x = model(torch.ones(32, 64, device="cuda"))
+    head(x.float()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""

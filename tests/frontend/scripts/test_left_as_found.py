@@ -55,6 +55,7 @@ DEEDS: dict[str, dict[str, str]] = {
         "for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1): signal.signal(s, lambda *_: None)": "",
         "torch.set_default_dtype(torch.float64); torch.use_deterministic_algorithms(True)": "",
         "torch.set_default_device('cuda'); torch.set_float32_matmul_precision('high')": "",
+        "torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = 'tf32'": "",
         "torch.save = torch.load = torch.compile = None; sys.excepthook = sys.stdout = None": "",
         "open('left', 'w').write('x'); torch.save({}, 'checkpoint.pt')": "",
         "print('x' * 3_000_000); print('y' * 3_000_000, file=sys.stderr)": "",

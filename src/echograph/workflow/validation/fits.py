@@ -37,6 +37,6 @@ def least_bytes(model: RowModel, plan: Plan, seq_len: int) -> tuple[int, int]:
     shards = max(1, plan.gpus // plan.model_ranks // plan.hsdp_replicas) if plan.zero else 1
     state = parameters * (own + gradients + divided / shards) / (plan.tp * plan.pp)
     tokens = (plan.micro_batch or 1) * seq_len / (plan.cp * plan.tp)
-    width = 2 if plan.precision in ("", "bf16", "fp16") else 1
+    width = 2 if plan.precision in ("", "bf16", "fp16", "tf32") else 1
     kept = model.layers * tokens * (width * (2 * hidden + wide) + 2 * matrices * ffn)
     return int(state), int(kept)

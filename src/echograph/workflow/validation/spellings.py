@@ -50,6 +50,8 @@ def precision(text: str) -> tuple[StepType, str] | None:
     bare, *inside = (_TYPE_NOISE.sub("", part) for part in re.split(r"[()]", text.lower()))
     if bare in _TYPES:
         return _TYPES[bare], ""
+    if bare == "tf32":
+        return "fp32", "tf32"
     said = _NARROW.fullmatch(bare)
     if said is None:
         return None
