@@ -226,6 +226,7 @@ def capture_script_file(
     run: dict[str, Any] = {
         "arguments": adapter.arguments(tuple(arguments), asked.config),
         "step": asked.step or adapter.steady_step,
+        "moves": asked.step is None,
         "whole": asked.whole,
         "host": _units(adapter.host) if asked.measure_host else None,
         "strict": asked.strict,
