@@ -1,4 +1,6 @@
-"""Which way a script goes where the other way raises or prints: assertions, and branches that do no more.
+"""What the text of a script tells where it asks for values: which way it goes on, and what it does with elements.
+
+Which way it goes is told where the other way raises or prints: assertions, and branches that do no more.
 
 A script that trains goes on there, so what it asserts of values is taken to hold. Where exceptions are caught in
 place, it may go either way.
@@ -30,6 +32,31 @@ def extreme(frame: FrameType) -> str:
     """Whether a frame is in a call of `max` or `min`, which compares to choose a number: its name; "": neither."""
     span = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     return "" if span is None else _extremes(frame.f_code.co_filename).get(span, "")
+
+
+def writes_back(frame: FrameType) -> bool:
+    """Whether a frame reads elements that its statement writes: `nearest[mask] = found[mask]`, `x[mask] += 1`."""
+    span = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    return span is not None and span in _written_back(frame.f_code.co_filename)
+
+
+@cache
+def _written_back(file: str) -> frozenset[_Span]:
+    """Elements that are read in a file, where the statement assigns to those of the same index."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # no source
+        return frozenset()
+    found: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign):
+            found.append(node.target)
+        written = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(node, ast.Assign) and isinstance(written, ast.Subscript):
+            index = ast.dump(written.slice)
+            read = (part for part in ast.walk(node.value) if isinstance(part, ast.Subscript))
+            found += [part for part in read if ast.dump(part.slice) == index]
+    return frozenset(map(_span, found))
 
 
 @cache

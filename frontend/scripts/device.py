@@ -137,6 +137,9 @@ _DISTRIBUTIONS = {
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
 _SOURCES = ("*.pyx", "*.cpp", "*.cc", "*.cu", "setup.py")
 _BUILT = "{} is compiled from the repository's folder {}: build it there first, as its README says"
+_INSTALLED = (
+    "{} is no file of the repository, whose {} may write it: install it as its README says (pip install -e .)"
+)
 _STOOD_IN = (
     "{} is not installed, and what stands in for it has no such name: let the script take PyTorch's own operators"
 )
@@ -208,10 +211,13 @@ def remedy(error: BaseException, script: Path) -> str:
     other_version = called or isinstance(error, AttributeError | ImportError) or _raising(error)
     if known or not other_version or isinstance(error, OSError):
         return known
-    packages = list(dict.fromkeys((*_raising(error), *(_called(text) if called else _owner(error)))))
+    raising = _raising(error)
+    packages = list(dict.fromkeys((*raising, *(_called(text) if called else _owner(error)))))
     other = next(filter(None, (unmet(script, package) for package in (*packages, "torch"))), "")
+    if not other and raising[:1] not in ([], ["torch"]):
+        other = unmet(script)  # of what that package may come with
     if not other and not isinstance(error, ImportError):
-        other = next(filter(None, map(_here, packages if called or _owner(error) else ())), "")
+        other = next(filter(None, map(_here, packages if called or _owner(error) else raising[:1])), "")
     return f"{other}, {_OTHER_VERSION}" if other else ""
 
 
@@ -268,7 +274,10 @@ def _of_package(error: ImportError, name: str, script: Path) -> str:
             return f"{here} has no such name: install the version that the script is written for{told}"
         folder = Path(found.origin).parent
         built = isinstance(error, ModuleNotFoundError) and any(map(list, map(folder.glob, _SOURCES)))
-        return _BUILT.format(name, folder.name) if built else ""
+        if built:
+            return _BUILT.format(name, folder.name)
+        builds = [file for file in ("setup.py", "pyproject.toml") if (folder.parent / file).is_file()]
+        return _INSTALLED.format(name, builds[0]) if builds else ""
     if not isinstance(error, ModuleNotFoundError):
         return _STOOD_IN.format(name) if found is not None and found.loader is None else ""
     # Of a package without a place of its own, several distributions have parts.
@@ -558,7 +567,7 @@ class OnTheDevice(TorchFunctionMode):
         except DynamicOutputShapeException as error:
             if not finds(error.func):
                 raise
-            count = decided_size(str(error.func).split(".")[1])
+            count = decided_size(str(error.func).split(".")[1], self._note)
         with finding(count):
             return self._run(func, args, kwargs)
 

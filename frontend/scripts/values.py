@@ -31,7 +31,8 @@ from torch.overrides import has_torch_function
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.known_values import apart, forget, is_in_place, is_known, is_small, know, real
 from echograph.frontend.scripts.adapter import patched, replaced
-from echograph.frontend.scripts.assertions import extreme, holds
+from echograph.frontend.scripts.assertions import extreme, holds, writes_back
+from echograph.frontend.scripts.found import ALL
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
@@ -151,17 +152,21 @@ def _chosen(where: str) -> bool | int | None:
     return None
 
 
-def decided_size(operator: str) -> int:
+def decided_size(operator: str, note: NoteTaker) -> int:
     """How many elements an operator finds, of which values say how many.
 
     Args:
         operator: by name, for the line that asks.
+        note: is told where it does not matter how many: they are written to where they are read.
 
     Raises:
         CaptureError: nobody said.
     """
     where = caller() or asked()
     chosen = _chosen(where)
+    if chosen is None and (frame := _asking()) is not None and writes_back(frame):
+        note(f"{where} writes elements to where it reads them, which values choose: all are taken to be chosen")
+        return ALL
     if chosen is None or isinstance(chosen, bool):
         raise CaptureError(
             f"{where}: how many elements '{operator}' finds depends on the values of a tensor, which a capture "

@@ -50,6 +50,29 @@ def _shape(made: object) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("line", "shapes"),
     [
+        ("held = out * 2; mask = out > 0; held[mask] = out[mask] * 3; loss = held.sum()", {"aten.index": (256,)}),
+        ("held = out * 2; mask = out > 0; held[mask] += 1; loss = held.sum()", {"aten.index": (256,)}),
+        ("held = out * 2; mask = out.sum(1) > 0; held[mask, :] *= out[mask, :]; loss = held.sum()", {}),
+        ("held = out * 2; mask = out > 0; held[out < 0] = out[mask].sum(); loss = held.sum()", {}),
+    ],
+)
+def test_of_what_is_written_where_it_is_read_it_does_not_matter_how_many(
+    tmp_path: Path, line: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    script = _script(tmp_path, line)
+    if not shapes:
+        with pytest.raises(CaptureError, match="how many elements 'nonzero' finds"):
+            _nodes(script, {})
+        return
+    made = {node.target.name().replace("::", ".").partition(".default")[0]: node for node in _nodes(script, {})}
+    assert {name: _shape(made[f"{name}.Tensor"].meta["val"]) for name in shapes} == shapes
+    run = run_script(Script(path=script), World(size=1), TorchAdapter())
+    assert any(f"train.py:{_LINE} writes elements to where it reads them" in note for note in run.recorder.notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "shapes"),
+    [
         ("loss = out[out.sum(1) > 0].sum()", {"aten.index": (5, 8)}),
         ("loss = out[:, out.sum(0) > 0].sum()", {"aten.index": (32, 5)}),
         ("loss = torch.masked_select(out, out > 0).sum()", {"aten.masked_select": (5,)}),
