@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from echograph.notes import tell
 
 _TORCH = str(Path(torch.__file__).parent)
-MOST_INTEGERS = 1 << 20
-MOST_NUMBERS = 1 << 16
+MOST_KNOWN = 1 << 20
+_MOST_LOADED = 1 << 16  # real numbers of a batch
 _VALUES = "_echograph_values"
 _UNKNOWN = object()
 _ALIKE = "_echograph_alike"
@@ -41,10 +41,11 @@ _ASKING = ("__index__", "__int__", "__invert__", "__iter__")
 # Makes tensors of settings alone; torch.empty has no values to know.
 _MADE = (
     torch.tensor, torch.as_tensor, torch.arange, torch.linspace, torch.zeros, torch.ones,
-    torch.full, torch.eye, torch.rand, torch.randint, torch.randperm, torch.tril_indices, torch.triu_indices,
+    torch.full, torch.eye, torch.rand, torch.randn, torch.randint, torch.randperm, torch.tril_indices,
+    torch.triu_indices,
 )  # fmt: skip
 # Of these, what the GPU draws is not known, as what a model draws is not.
-_DRAWN = (torch.rand, torch.randint, torch.randperm)
+_DRAWN = (torch.rand, torch.randn, torch.randint, torch.randperm)
 # The same, as large as another tensor, whose own values do not come into it.
 _MADE_LIKE = (
     torch.zeros_like, torch.ones_like, torch.full_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
@@ -204,7 +205,7 @@ def given(fake: Callable[[Tensor], Tensor], part: Any) -> Any:
     if type(part) is not Tensor:
         return part
     made = fake(part)
-    if is_small(part):
+    if is_small(part) and not (part.is_floating_point() and part.numel() > _MOST_LOADED):
         setattr(made, _VALUES, part)
     return made
 
@@ -284,7 +285,7 @@ def is_small(tensor: Any) -> bool:
     """Whether values of a tensor would be kept; of anything else they are."""
     if not isinstance(tensor, Tensor):
         return True
-    return tensor.numel() <= (MOST_NUMBERS if tensor.is_floating_point() else MOST_INTEGERS)
+    return tensor.numel() <= MOST_KNOWN
 
 
 def _with_values(given: Any) -> Any:

@@ -508,14 +508,17 @@ class OnTheDevice(TorchFunctionMode):
         note: is told which lines of the script read values.
         gpus: whether there are any to ask for.
         rested: gets the lines of the script that read integers which rest on ranks being alike.
+        warn: is told which lines take what a mask chooses, of which all is taken; None: as `note`.
 
     Raises:
         CaptureError: there are none, and the script asks for one.
     """
 
-    def __init__(self, note: NoteTaker, *, gpus: bool = True, rested: list[str] | None = None) -> None:
+    def __init__(
+        self, note: NoteTaker, *, gpus: bool = True, rested: list[str] | None = None, warn: NoteTaker | None = None
+    ) -> None:
         super().__init__()
-        self._note, self._gpus = note, gpus
+        self._note, self._gpus, self._warn = note, gpus, warn or note
         self._rested = [] if rested is None else rested
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -567,7 +570,8 @@ class OnTheDevice(TorchFunctionMode):
         except DynamicOutputShapeException as error:
             if not finds(error.func):
                 raise
-            count = decided_size(str(error.func).split(".")[1], self._note)
+            masks = _masks(args) if func in _CHOOSING else []
+            count = decided_size(str(error.func).split(".")[1], masks, self._note, self._warn)
         with finding(count):
             return self._run(func, args, kwargs)
 
@@ -634,13 +638,11 @@ class CountingDevice(OnTheDevice):
         note: as of `OnTheDevice`.
         counter: of the host's work.
         gpus: as of `OnTheDevice`.
-        rested: as of `OnTheDevice`.
+        shown: further arguments of `OnTheDevice`.
     """
 
-    def __init__(
-        self, note: NoteTaker, counter: HostCounter, *, gpus: bool = True, rested: list[str] | None = None
-    ) -> None:
-        super().__init__(note, gpus=gpus, rested=rested)
+    def __init__(self, note: NoteTaker, counter: HostCounter, *, gpus: bool = True, **shown: Any) -> None:
+        super().__init__(note, gpus=gpus, **shown)
         self._counter = counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -658,6 +660,16 @@ class CountingDevice(OnTheDevice):
             return func(*args, **kwargs)
         finally:
             self._counter.enter()
+
+
+_CHOOSING = (Tensor.__getitem__, torch.masked_select, Tensor.masked_select)
+
+
+def _masks(values: Any) -> list[Tensor]:
+    """Of the arguments of a choice, the masks that it goes by, each with as many elements as it may choose."""
+    if isinstance(values, Tensor):
+        return [values] if values.dtype in (torch.bool, torch.uint8) else []
+    return [mask for value in values for mask in _masks(value)] if isinstance(values, tuple | list) else []
 
 
 def kind(world: World, name: str) -> str:
@@ -789,18 +801,25 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
 
 
 @contextmanager
-def present(world: World, note: NoteTaker = lambda _: None, counter: HostCounter | None = None) -> Iterator[None]:
+def present(
+    world: World,
+    note: NoteTaker = lambda _: None,
+    counter: HostCounter | None = None,
+    warn: NoteTaker | None = None,
+) -> Iterator[None]:
     """In the context there is a GPU of the kind that captures stand for, one for each rank, or none.
 
     Args:
         world: the ranks, whether they have GPUs, and which way the script goes where values decide.
         note: is told which lines of the script read values.
         counter: of the host's work, where it is asked for.
+        warn: is told which lines take what a mask chooses; None: as `note`.
     """
     streams.start()
-    make: Callable[[], OnTheDevice] = partial(OnTheDevice, note, gpus=world.gpus, rested=world.rested)
+    shown: dict[str, Any] = {"gpus": world.gpus, "rested": world.rested, "warn": warn}
+    make: Callable[[], OnTheDevice] = partial(OnTheDevice, note, **shown)
     if counter is not None:
-        make = partial(CountingDevice, note, counter, gpus=world.gpus, rested=world.rested)
+        make = partial(CountingDevice, note, counter, **shown)
     with ExitStack() as stack:
         enter = stack.enter_context
         for answer in (*answers(world), *_moves(world), *_streams(), *values.installed()):

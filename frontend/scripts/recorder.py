@@ -721,7 +721,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             exchanged(func, args, out)
         if not self._recording or self._paused or func.namespace in SILENT_NAMESPACES:
             return out
-        if func in HANDLES:
+        if func in HANDLES or func is places.TO_HOST:
             if isinstance(out, FakeTensor):
                 self.stands_for(self.node_of(args[0] if isinstance(args[0], FakeTensor) else out), out)
         elif func.namespace in NAMESPACES:

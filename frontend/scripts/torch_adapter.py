@@ -173,7 +173,7 @@ class TorchAdapter(Adapter):
         os.environ.setdefault("WANDB_MODE", "disabled")
         with ExitStack() as stack:
             enter = stack.enter_context
-            enter(device.present(world, recorder.note, recorder.counter))
+            enter(device.present(world, recorder.note, recorder.counter, recorder.warn))
             enter(repeated.left_out(recorder))
             enter(coalesced())
             for owner in (torch.distributed, torch.distributed.distributed_c10d):
