@@ -212,7 +212,7 @@ def remedy(error: BaseException, script: Path) -> str:
     if known or not other_version or isinstance(error, OSError):
         return known
     raising = _raising(error)
-    packages = list(dict.fromkeys((*raising, *(_called(text) if called else _owner(error)))))
+    packages = list(dict.fromkeys((*(_called(text) if called else _owner(error)), *raising)))
     other = next(filter(None, (unmet(script, package) for package in (*packages, "torch"))), "")
     if not other and raising[:1] not in ([], ["torch"]):
         other = unmet(script)  # of what that package may come with
