@@ -115,6 +115,19 @@ def test_of_what_a_mask_chooses_all_is_taken(
         capture_script(Script(path=script, strict=True), World(size=1), TorchAdapter())
 
 
+@pytest.mark.parametrize("asks", ["mask.any()", "torch.any(mask)", "mask.sum() > 0", "mask.any().item()"])
+def test_who_asks_whether_a_mask_chooses_anything_takes_what_it_chooses(tmp_path: Path, asks: str) -> None:
+    line = f"""mask = out > 0
+    loss = out.sum()
+    if {asks}:
+        loss = loss + out[mask].sum()"""
+    assert (256,) in [_shape(node.meta["val"]) for node in _nodes(_script(tmp_path, line), {})]
+    assert _nodes(_script(tmp_path, line), {f"train.py:{_LINE + 2}": False})
+    (other := tmp_path / "other").mkdir()
+    with pytest.raises(CaptureError, match=f"train.py:{_LINE + 2}: .*--decide"):
+        _nodes(_script(other, line.replace("[mask]", "")), {})
+
+
 def test_who_says_no_size_is_asked_for_one(tmp_path: Path) -> None:
     script = _script(tmp_path, "loss = out[(out.sum(1) > 0).nonzero().squeeze(1)].sum()")
     decisions: list[dict[str, bool | int]] = [{}, {"train.py": True}]
