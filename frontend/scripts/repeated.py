@@ -177,7 +177,8 @@ def _layout(values: Sequence[Any]) -> _Layout:
 
 def _anew(results: Sequence[Any], structure: Any, sizes: tuple[int, ...]) -> Any:
     """What a call makes that is not run: as another one made, in these sizes."""
-    made, place = [], 0
+    made: list[Any] = []
+    place = 0
     for result in results:
         if isinstance(result, Tensor):
             shape = sizes[place : place + result.dim()]
