@@ -254,7 +254,7 @@ def _called(text: str) -> list[str]:
         return []
     found = (getattr(module, "__dict__", {}).get(named[1]) for module in list(sys.modules.values()))
     owners = dict.fromkeys(str(getattr(one, "__module__", "")).partition(".")[0] for one in found)
-    return [owner for owner in owners if owner not in ("", "torch")]  # which has copies of others' classes
+    return [owner for owner in owners if owner not in ("", "torch", "echograph")]  # torch has copies of others
 
 
 def _of_package(error: ImportError, name: str, script: Path) -> str:
@@ -559,7 +559,9 @@ class OnTheDevice(TorchFunctionMode):
         if known_values.spread(func, args, out):
             self._note("how many tokens each expert takes is not known: they are taken to be spread evenly")
         else:
-            known_values.follow(func, args, kwargs, out)
+            there = bool(args) and isinstance(args[0], Tensor) and on_gpu(args[0])
+            most = known_values.MOST_OF_GPU if there else known_values.MOST_KNOWN
+            known_values.follow(func, args, kwargs, out, most)
         keep_finite(func, args, out)
         return out
 
