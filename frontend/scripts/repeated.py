@@ -45,43 +45,55 @@ class _Layout(NamedTuple):
     sizes: tuple[int, ...]
 
 
+class _Made(NamedTuple):
+    """What a call made: its layout, the results, and how they are put together."""
+
+    layout: _Layout
+    results: list[Any]
+    structure: Any
+
+
 class _Calls:
-    """What calls of a module made of what differs in sizes alone, until two made otherwise."""
+    """What calls of a module made of what differs in sizes alone."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, ...], int] = {}
-        self._made: dict[tuple[int, ...], _Layout] = {}
-        self._results: tuple[list[Any], Any] = ([], None)
+        self._made: dict[tuple[int, ...], _Made] = {}
+        # Calls since the last one that made otherwise than those before it; the first two say how.
+        self._line: list[tuple[int, ...]] = []
         self._furthest = 0
 
     def made_of(self, sizes: tuple[int, ...]) -> tuple[list[Any], Any, tuple[int, ...]] | None:
         """Results of a call, their structure, and their sizes now; None where it has to be run."""
         if self._counts.get(sizes, 0) >= _CALLS:
-            return *self._results, self._made[sizes].sizes
-        if sizes in self._made or len(self._made) < _LENGTHS:
+            made = self._made[sizes]
+            return made.results, made.structure, made.layout.sizes
+        if sizes in self._made or len(self._line) < _LENGTHS:
             return None
         step = self._step_of(sizes)
         expected = None if step is None or step > 2 * self._furthest else self._expected(step)
-        return None if expected is None else (*self._results, expected)
+        made = self._made[self._line[-1]]
+        return None if expected is None else (made.results, made.structure, expected)
 
-    def learn(self, sizes: tuple[int, ...], made: _Layout, results: list[Any], structure: Any) -> None:
+    def learn(self, sizes: tuple[int, ...], made: _Made) -> None:
         """A call was run."""
-        step = self._step_of(sizes) if len(self._made) > 1 else None
-        as_before = self._made.get(sizes, made) == made
-        kinds = {known.kinds for known in self._made.values()} | {made.kinds}
-        line = len(self._made) < 2 or (step is not None and self._expected(step) == made.sizes)
-        if len(kinds) > 1 or not as_before or not line:
-            self._counts.clear()
-            self._made.clear()
-            self._furthest, step = 0, None
-        self._counts[sizes] = self._counts.get(sizes, 0) + 1
+        known = self._made.get(sizes)
+        self._counts[sizes] = 1 + (self._counts[sizes] if known and known.layout == made.layout else 0)
         self._made[sizes] = made
-        self._results = results, structure
-        self._furthest = max(self._furthest, step or 0)
+        if sizes in self._line:
+            self._line = self._line if known and known.layout == made.layout else [sizes]
+            return
+        step = self._step_of(sizes) if len(self._line) > 1 else 1
+        alike = not self._line or self._made[self._line[0]].layout.kinds == made.layout.kinds
+        if alike and (len(self._line) < 2 or (step and self._expected(step) == made.layout.sizes)):
+            self._line.append(sizes)
+            self._furthest = max(self._furthest, step or 0)
+        else:
+            self._line, self._furthest = [sizes], 0
 
     def _step_of(self, sizes: tuple[int, ...]) -> int | None:
         """How many steps sizes lie behind the first ones, on the line through the first two; None: beside it."""
-        first, second = list(self._made)[:2]
+        first, second = self._line[:2]
         apart = [there - here for here, there in zip(first, second, strict=True)]
         unit = gcd(*apart)
         far = [there - here for here, there in zip(first, sizes, strict=True)]
@@ -91,12 +103,11 @@ class _Calls:
 
     def _expected(self, step: int) -> tuple[int, ...] | None:
         """Sizes of what a call makes so many steps behind the first one; None where that is no whole number."""
-        (first, here), (second, there) = list(self._made.items())[:2]
+        first, second = self._line[:2]
+        here, there = (self._made[sizes].layout.sizes for sizes in (first, second))
         unit = gcd(*(b - a for a, b in zip(first, second, strict=True)))
-        if len(here.sizes) != len(there.sizes):
-            return None
-        grown = [divmod(b - a, unit) for a, b in zip(here.sizes, there.sizes, strict=True)]
-        expected = tuple(a + each * step for a, (each, _) in zip(here.sizes, grown, strict=True))
+        grown = [divmod(b - a, unit) for a, b in zip(here, there, strict=True)]
+        expected = tuple(a + each * step for a, (each, _) in zip(here, grown, strict=True))
         return expected if all(size >= 0 for size in expected) and not any(rest for _, rest in grown) else None
 
 
@@ -135,7 +146,7 @@ def left_out(recorder: ScriptRecorder) -> Iterator[None]:
             if before is None or _state(module) != before or _shares(results, given, module):
                 return out
             held[id(module)] = module
-            known.learn(layout.sizes, _Layout((str(spec), made.kinds), made.sizes), results, spec)
+            known.learn(layout.sizes, _Made(_Layout((str(spec), made.kinds), made.sizes), results, spec))
             return out
 
         return call

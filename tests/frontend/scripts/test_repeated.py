@@ -149,6 +149,13 @@ for step in range(2):
 """
 
 
+def test_sizes_that_take_turns_are_each_known(tmp_path: Path) -> None:
+    text = ACTING.replace("range(50)", "range(60)").replace("torch.ones(2, 8", "torch.ones((2, 3, 7)[_ % 3], 8")
+    path = tmp_path / "train.py"
+    path.write_text(text.replace("len(ran) == 2", "len(ran) == 6"))
+    assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded
+
+
 def test_what_has_no_gradients_needs_no_word_of_the_script(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(ACTING)
