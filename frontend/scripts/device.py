@@ -46,7 +46,7 @@ from echograph.frontend.scripts.fakes import option_for
 from echograph.frontend.scripts.found import finding, finds
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
-from echograph.frontend.scripts.requirements import asked, installed, unmet
+from echograph.frontend.scripts.requirements import asked, installed, python, unmet
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
 from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, decided_size, deciding, keep_finite
 from echograph.frontend.scripts.world import NO_GPU, World
@@ -193,6 +193,8 @@ def remedy(error: BaseException, script: Path) -> str:
         A clause; "" where nothing is known.
     """
     text = str(error)
+    if isinstance(error, SyntaxError) and error.filename and (wanted := python(Path(error.filename))):
+        return f"{wanted}: install echograph there"
     if isinstance(error, ImportError) and error.name:
         return _of_package(error, error.name, script)
     if isinstance(error, ImportError) and re.search(r"requires|install(?!ed)", text):

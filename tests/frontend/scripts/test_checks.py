@@ -578,6 +578,18 @@ def test_an_error_says_which_version_the_repository_asks_for(
         run_script(Script(path=path), World(), TorchAdapter())
 
 
+@pytest.mark.parametrize(
+    ("wanted", "what"), [(">=3.99", r"asks for Python >=3\.99, and 3\."), (">=3.9", "raised it")]
+)
+def test_what_is_written_for_a_newer_python(tmp_path: Path, wanted: str, what: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "own"\nrequires-python = "{wanted}"\n')
+    (tmp_path / "newer.py").write_text("def first[T](items: list[T] -> T:\n")
+    path = tmp_path / "train.py"
+    path.write_text("import newer\n")
+    with pytest.raises(CaptureError, match=rf"^newer\.py:1: SyntaxError: .*{what}"):
+        run_script(Script(path=path), World(), TorchAdapter())
+
+
 def test_a_script_that_leaves_by_itself_is_not_asked_for_a_step(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import argparse\nargparse.ArgumentParser().parse_args(['--no-such'])\n")
