@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from echograph.notes import tell
 
 _TORCH = str(Path(torch.__file__).parent)
-MOST_INTEGERS = 1 << 20
-MOST_NUMBERS = 1 << 16
+MOST_KNOWN = 1 << 20
+MOST_OF_GPU = 1 << 16
+"""Real numbers of a tensor that is on the GPU, or of a batch, which goes there."""
 _VALUES = "_echograph_values"
 _UNKNOWN = object()
 _ALIKE = "_echograph_alike"
@@ -41,10 +42,11 @@ _ASKING = ("__index__", "__int__", "__invert__", "__iter__")
 # Makes tensors of settings alone; torch.empty has no values to know.
 _MADE = (
     torch.tensor, torch.as_tensor, torch.arange, torch.linspace, torch.zeros, torch.ones,
-    torch.full, torch.eye, torch.rand, torch.randint, torch.randperm, torch.tril_indices, torch.triu_indices,
+    torch.full, torch.eye, torch.rand, torch.randn, torch.randint, torch.randperm, torch.tril_indices,
+    torch.triu_indices,
 )  # fmt: skip
 # Of these, what the GPU draws is not known, as what a model draws is not.
-_DRAWN = (torch.rand, torch.randint, torch.randperm)
+_DRAWN = (torch.rand, torch.randn, torch.randint, torch.randperm)
 # The same, as large as another tensor, whose own values do not come into it.
 _MADE_LIKE = (
     torch.zeros_like, torch.ones_like, torch.full_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
@@ -85,8 +87,16 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any]
         return (func(*given[0], **given[1]),)
 
 
-def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    """Gives what a function of PyTorch made the values that it has, if those of its arguments are known."""
+def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, most: int = MOST_KNOWN) -> None:
+    """Gives what a function of PyTorch made the values that it has, if those of its arguments are known.
+
+    Args:
+        func: of PyTorch.
+        args: its arguments.
+        kwargs: those by name.
+        out: what it made.
+        most: real numbers of a tensor that are computed.
+    """
     first: Any = args[0] if args else None
     if func in _MADE_LIKE and isinstance(out, FakeTensor) and is_small(out):
         with apart():
@@ -98,7 +108,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     made = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
     if not any(isinstance(tensor, FakeTensor) for tensor in (made if made or not in_place else (first,))):
         return  # a real tensor was written already
-    given: Any = _with_values((args, kwargs)) if all(is_small(tensor) for tensor in made) else _UNKNOWN
+    given: Any = _with_values((args, kwargs)) if all(is_small(tensor, most) for tensor in made) else _UNKNOWN
     if given is _UNKNOWN:
         if in_place:
             forget(kwargs.get("out", first))
@@ -204,7 +214,7 @@ def given(fake: Callable[[Tensor], Tensor], part: Any) -> Any:
     if type(part) is not Tensor:
         return part
     made = fake(part)
-    if is_small(part):
+    if is_small(part, MOST_OF_GPU):
         setattr(made, _VALUES, part)
     return made
 
@@ -280,11 +290,11 @@ def _may_be_known(value: Any) -> bool:
     return hasattr(value, _VALUES) or (type(value) is Tensor and not value.requires_grad)
 
 
-def is_small(tensor: Any) -> bool:
-    """Whether values of a tensor would be kept; of anything else they are."""
+def is_small(tensor: Any, most: int = MOST_KNOWN) -> bool:
+    """Whether values of a tensor would be kept, of real numbers so many; of anything else they are."""
     if not isinstance(tensor, Tensor):
         return True
-    return tensor.numel() <= (MOST_NUMBERS if tensor.is_floating_point() else MOST_INTEGERS)
+    return tensor.numel() <= (most if tensor.is_floating_point() else MOST_KNOWN)
 
 
 def _with_values(given: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Which way a script goes where the other way raises or prints: assertions, and branches that do no more.
+"""What the text of a script tells where it asks for values: which way it goes on, and what it does with elements.
+
+Which way it goes is told where the other way raises or prints: assertions, and branches that do no more; and
+where it asks whether a mask chooses anything, and takes what it chooses: that is all of it.
 
 A script that trains goes on there, so what it asserts of values is taken to hold. Where exceptions are caught in
 place, it may go either way.
@@ -32,6 +35,31 @@ def extreme(frame: FrameType) -> str:
     return "" if span is None else _extremes(frame.f_code.co_filename).get(span, "")
 
 
+def writes_back(frame: FrameType) -> bool:
+    """Whether a frame reads elements that its statement writes: `nearest[mask] = found[mask]`, `x[mask] += 1`."""
+    span = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    return span is not None and span in _written_back(frame.f_code.co_filename)
+
+
+@cache
+def _written_back(file: str) -> frozenset[_Span]:
+    """Elements that are read in a file, where the statement assigns to those of the same index."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # no source
+        return frozenset()
+    found: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign):
+            found.append(node.target)
+        written = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(node, ast.Assign) and isinstance(written, ast.Subscript):
+            index = ast.dump(written.slice)
+            read = (part for part in ast.walk(node.value) if isinstance(part, ast.Subscript))
+            found += [part for part in read if ast.dump(part.slice) == index]
+    return frozenset(map(_span, found))
+
+
 @cache
 def _extremes(file: str) -> dict[_Span, str]:
     """Calls of `max` and `min` in a file."""
@@ -56,7 +84,7 @@ def _required(file: str) -> dict[_Span, bool]:
 
 
 class _Raising(ast.NodeVisitor):
-    """Finds conditions that raise or print when they are not met."""
+    """Finds conditions that raise or print when they are not met, or ask whether a mask chooses anything."""
 
     def __init__(self) -> None:
         self.required: dict[_Span, bool] = {}
@@ -70,6 +98,8 @@ class _Raising(ast.NodeVisitor):
     def visit_If(self, node: ast.If) -> None:
         """It raises or prints if its test is true, where that is all that it does."""
         plain = all(isinstance(part, ast.Expr | ast.Assign | ast.AugAssign) for part in node.body[:-1])
+        if (mask := _asked_of(node.test)) is not None and _chooses(node.body, mask):
+            self._add(node, node.test, True)
         raises = plain and isinstance(node.body[-1], ast.Raise) and not self._caught
         if raises or (all(map(_prints, node.body)) and not node.orelse):
             self._add(node, node.test, False)
@@ -90,6 +120,31 @@ class _Raising(ast.NodeVisitor):
         # Where a branch is said to be is up to the interpreter: at its part of the condition, or at the statement.
         if len(set(parts.values())) == 1:
             self.required[_span(statement)] = next(iter(parts.values()))
+
+
+def _asked_of(test: ast.expr) -> ast.expr | None:
+    """The mask of which a condition asks whether it chooses anything: `mask.any()`, `mask.sum() > 0`."""
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Gt):
+        zero = test.comparators[0]
+        return _reduced(test.left, "sum") if isinstance(zero, ast.Constant) and zero.value == 0 else None
+    return _reduced(test, "any")
+
+
+def _reduced(call: ast.expr, by: str) -> ast.expr | None:
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return None
+    if call.func.attr == "item" and not call.args:
+        return _reduced(call.func.value, by)
+    if call.func.attr != by or call.keywords:
+        return None
+    return call.func.value if not call.args else call.args[0] if ast.unparse(call.func.value) == "torch" else None
+
+
+def _chooses(body: list[ast.stmt], mask: ast.expr) -> bool:
+    """Whether statements take elements by a mask."""
+    index = ast.dump(mask)
+    parts = (part for statement in body for part in ast.walk(statement) if isinstance(part, ast.Subscript))
+    return any(isinstance(part.ctx, ast.Load) and ast.dump(part.slice) == index for part in parts)
 
 
 _PRINTING = ("print", "debug", "info", "warn", "warning", "error", "critical", "exception")

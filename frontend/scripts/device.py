@@ -46,7 +46,7 @@ from echograph.frontend.scripts.fakes import option_for
 from echograph.frontend.scripts.found import finding, finds
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
-from echograph.frontend.scripts.requirements import asked, installed, unmet
+from echograph.frontend.scripts.requirements import asked, installed, python, unmet
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
 from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, decided_size, deciding, keep_finite
 from echograph.frontend.scripts.world import NO_GPU, World
@@ -137,6 +137,9 @@ _DISTRIBUTIONS = {
 _NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
 _SOURCES = ("*.pyx", "*.cpp", "*.cc", "*.cu", "setup.py")
 _BUILT = "{} is compiled from the repository's folder {}: build it there first, as its README says"
+_INSTALLED = (
+    "{} is no file of the repository, whose {} may write it: install it as its README says (pip install -e .)"
+)
 _STOOD_IN = (
     "{} is not installed, and what stands in for it has no such name: let the script take PyTorch's own operators"
 )
@@ -190,6 +193,8 @@ def remedy(error: BaseException, script: Path) -> str:
         A clause; "" where nothing is known.
     """
     text = str(error)
+    if isinstance(error, SyntaxError) and error.filename and (wanted := python(Path(error.filename))):
+        return f"{wanted}: install echograph there"
     if isinstance(error, ImportError) and error.name:
         return _of_package(error, error.name, script)
     if isinstance(error, ImportError) and re.search(r"requires|install(?!ed)", text):
@@ -208,10 +213,13 @@ def remedy(error: BaseException, script: Path) -> str:
     other_version = called or isinstance(error, AttributeError | ImportError) or _raising(error)
     if known or not other_version or isinstance(error, OSError):
         return known
-    packages = list(dict.fromkeys((*_raising(error), *(_called(text) if called else _owner(error)))))
+    raising = _raising(error)
+    packages = list(dict.fromkeys((*(_called(text) if called else _owner(error)), *raising)))
     other = next(filter(None, (unmet(script, package) for package in (*packages, "torch"))), "")
+    if not other and raising[:1] not in ([], ["torch"]):
+        other = unmet(script)  # of what that package may come with
     if not other and not isinstance(error, ImportError):
-        other = next(filter(None, map(_here, packages if called or _owner(error) else ())), "")
+        other = next(filter(None, map(_here, packages if called or _owner(error) else raising[:1])), "")
     return f"{other}, {_OTHER_VERSION}" if other else ""
 
 
@@ -248,7 +256,7 @@ def _called(text: str) -> list[str]:
         return []
     found = (getattr(module, "__dict__", {}).get(named[1]) for module in list(sys.modules.values()))
     owners = dict.fromkeys(str(getattr(one, "__module__", "")).partition(".")[0] for one in found)
-    return [owner for owner in owners if owner not in ("", "torch")]  # which has copies of others' classes
+    return [owner for owner in owners if owner not in ("", "torch", "echograph")]  # torch has copies of others
 
 
 def _of_package(error: ImportError, name: str, script: Path) -> str:
@@ -268,7 +276,10 @@ def _of_package(error: ImportError, name: str, script: Path) -> str:
             return f"{here} has no such name: install the version that the script is written for{told}"
         folder = Path(found.origin).parent
         built = isinstance(error, ModuleNotFoundError) and any(map(list, map(folder.glob, _SOURCES)))
-        return _BUILT.format(name, folder.name) if built else ""
+        if built:
+            return _BUILT.format(name, folder.name)
+        builds = [file for file in ("setup.py", "pyproject.toml") if (folder.parent / file).is_file()]
+        return _INSTALLED.format(name, builds[0]) if builds else ""
     if not isinstance(error, ModuleNotFoundError):
         return _STOOD_IN.format(name) if found is not None and found.loader is None else ""
     # Of a package without a place of its own, several distributions have parts.
@@ -499,14 +510,17 @@ class OnTheDevice(TorchFunctionMode):
         note: is told which lines of the script read values.
         gpus: whether there are any to ask for.
         rested: gets the lines of the script that read integers which rest on ranks being alike.
+        warn: is told which lines take what a mask chooses, of which all is taken; None: as `note`.
 
     Raises:
         CaptureError: there are none, and the script asks for one.
     """
 
-    def __init__(self, note: NoteTaker, *, gpus: bool = True, rested: list[str] | None = None) -> None:
+    def __init__(
+        self, note: NoteTaker, *, gpus: bool = True, rested: list[str] | None = None, warn: NoteTaker | None = None
+    ) -> None:
         super().__init__()
-        self._note, self._gpus = note, gpus
+        self._note, self._gpus, self._warn = note, gpus, warn or note
         self._rested = [] if rested is None else rested
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -547,7 +561,9 @@ class OnTheDevice(TorchFunctionMode):
         if known_values.spread(func, args, out):
             self._note("how many tokens each expert takes is not known: they are taken to be spread evenly")
         else:
-            known_values.follow(func, args, kwargs, out)
+            there = bool(args) and isinstance(args[0], Tensor) and on_gpu(args[0])
+            most = known_values.MOST_OF_GPU if there else known_values.MOST_KNOWN
+            known_values.follow(func, args, kwargs, out, most)
         keep_finite(func, args, out)
         return out
 
@@ -558,7 +574,8 @@ class OnTheDevice(TorchFunctionMode):
         except DynamicOutputShapeException as error:
             if not finds(error.func):
                 raise
-            count = decided_size(str(error.func).split(".")[1])
+            masks = _masks(args) if func in _CHOOSING else []
+            count = decided_size(str(error.func).split(".")[1], masks, self._note, self._warn)
         with finding(count):
             return self._run(func, args, kwargs)
 
@@ -625,13 +642,11 @@ class CountingDevice(OnTheDevice):
         note: as of `OnTheDevice`.
         counter: of the host's work.
         gpus: as of `OnTheDevice`.
-        rested: as of `OnTheDevice`.
+        shown: further arguments of `OnTheDevice`.
     """
 
-    def __init__(
-        self, note: NoteTaker, counter: HostCounter, *, gpus: bool = True, rested: list[str] | None = None
-    ) -> None:
-        super().__init__(note, gpus=gpus, rested=rested)
+    def __init__(self, note: NoteTaker, counter: HostCounter, *, gpus: bool = True, **shown: Any) -> None:
+        super().__init__(note, gpus=gpus, **shown)
         self._counter = counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -649,6 +664,16 @@ class CountingDevice(OnTheDevice):
             return func(*args, **kwargs)
         finally:
             self._counter.enter()
+
+
+_CHOOSING = (Tensor.__getitem__, torch.masked_select, Tensor.masked_select)
+
+
+def _masks(values: Any) -> list[Tensor]:
+    """Of the arguments of a choice, the masks that it goes by, each with as many elements as it may choose."""
+    if isinstance(values, Tensor):
+        return [values] if values.dtype in (torch.bool, torch.uint8) else []
+    return [mask for value in values for mask in _masks(value)] if isinstance(values, tuple | list) else []
 
 
 def kind(world: World, name: str) -> str:
@@ -780,18 +805,25 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
 
 
 @contextmanager
-def present(world: World, note: NoteTaker = lambda _: None, counter: HostCounter | None = None) -> Iterator[None]:
+def present(
+    world: World,
+    note: NoteTaker = lambda _: None,
+    counter: HostCounter | None = None,
+    warn: NoteTaker | None = None,
+) -> Iterator[None]:
     """In the context there is a GPU of the kind that captures stand for, one for each rank, or none.
 
     Args:
         world: the ranks, whether they have GPUs, and which way the script goes where values decide.
         note: is told which lines of the script read values.
         counter: of the host's work, where it is asked for.
+        warn: is told which lines take what a mask chooses; None: as `note`.
     """
     streams.start()
-    make: Callable[[], OnTheDevice] = partial(OnTheDevice, note, gpus=world.gpus, rested=world.rested)
+    shown: dict[str, Any] = {"gpus": world.gpus, "rested": world.rested, "warn": warn}
+    make: Callable[[], OnTheDevice] = partial(OnTheDevice, note, **shown)
     if counter is not None:
-        make = partial(CountingDevice, note, counter, gpus=world.gpus, rested=world.rested)
+        make = partial(CountingDevice, note, counter, **shown)
     with ExitStack() as stack:
         enter = stack.enter_context
         for answer in (*answers(world), *_moves(world), *_streams(), *values.installed()):

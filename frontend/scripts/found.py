@@ -18,11 +18,15 @@ from torch import Tensor
 from echograph.errors import CaptureError
 
 _COUNT: ContextVar[int | None] = ContextVar("count", default=None)
+ALL = -1
+"""In place of a count: as many as there are."""
+_FOUND = "_echograph_found"
+_INDEX = torch.ops.aten.index.Tensor
 
 
 @contextmanager
 def finding(count: int) -> Iterator[None]:
-    """In the context, operators that find elements find so many."""
+    """In the context, operators that find elements find so many, or `ALL`."""
     token = _COUNT.set(count)
     try:
         yield
@@ -41,16 +45,29 @@ def found(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises:
         CaptureError: it cannot find so many.
     """
-    count = _COUNT.get()
-    rule = _RULES.get(str(func))
+    count, mask = _COUNT.get(), _mask_of(args) if func is _INDEX else None
+    if count is None and mask is not None and torch._C._current_autograd_node() is not None:
+        count = getattr(mask, _FOUND, None)  # the gradient of what was written there
+    rule = None if count is None else _RULES.get(str(func))
     if count is None or rule is None:
         return None
     most = _most(str(func), args, kwargs)
+    if count == ALL:
+        if most is None:
+            return None
+        count = most
     if most is not None and count > most:
         raise CaptureError(
             f"--decide says that '{str(func).split('.')[1]}' finds {count:,}, of {most:,}: say fewer"
         )
+    if mask is not None:
+        setattr(mask, _FOUND, count)
     return rule(count, func, *args, **kwargs)
+
+
+def _mask_of(args: tuple[Any, ...]) -> Tensor | None:
+    """The mask by which elements are chosen; None where they are by their places."""
+    return next((i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)), None)
 
 
 def _most(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -60,7 +77,8 @@ def _most(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int |
     if operator == "aten.masked_select.default":
         return prod(torch.broadcast_shapes(args[0].shape, args[1].shape))  # type: ignore[no-untyped-call]
     if operator == "aten.index.Tensor":
-        return next((i.numel() for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)), None)
+        mask = _mask_of(args)
+        return None if mask is None else mask.numel()
     dim = kwargs.get("dim", args[1] if operator == "aten.unique_dim.default" else None)
     if operator == "torchvision.nms.default":
         dim = 0

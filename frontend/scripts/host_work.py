@@ -503,6 +503,11 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             CapturedStream.host_waits = self.waits
             self.counter.begin()
 
+    def _put_off(self, line: str) -> None:
+        CapturedStream.host_waits = nobody_waits
+        self.counter.end()
+        super()._put_off(line)
+
     def _finish(self) -> None:
         CapturedStream.host_waits = nobody_waits
         self.counter.end()

@@ -139,6 +139,12 @@ class LivingTensors:
         told = self._divided.get(id(tensor))
         return groups_of(tensor) if told is None else told[1]
 
+    def forget_step(self) -> None:
+        """What a step did that is not recorded after all: no node stands for anything."""
+        for known in (self._known, self._nodes, self._lies, self._renewed, self._kept):
+            known.clear()
+        self._unknown = 0
+
     def take_stock(self) -> None:
         """Looks up all that lives through steps; called where a step begins."""
         for root in self.roots:

@@ -40,7 +40,11 @@ _NAMES: dict[str, dict[str, str]] = {
             ("cfloat", "complex128"), ("complex_", "complex128"), ("cumproduct", "cumprod"), ("float_", "float64"),
             ("in1d", "isin"), ("infty", "inf"), ("mat", "asmatrix"), ("product", "prod"), ("round_", "round"),
             ("row_stack", "vstack"), ("sometrue", "any"), ("string_", "bytes_"), ("trapz", "trapezoid"),
-            ("unicode_", "str_"),
+            ("unicode_", "str_"), ("PINF", "inf"),
+        )},
+        **{name: f"numpy.exceptions:{name}" for name in (
+            "AxisError", "ComplexWarning", "DTypePromotionError", "ModuleDeprecationWarning", "RankWarning",
+            "TooHardError", "VisibleDeprecationWarning",
         )},
     },
     "peft": {"prepare_model_for_int8_training": "peft:prepare_model_for_kbit_training"},

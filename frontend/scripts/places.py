@@ -24,6 +24,8 @@ from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 _GPU = "_echograph_gpu"
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _ALIAS = torch.ops.aten.alias.default
+TO_HOST = torch.ops.aten.lift_fresh_copy.default
+"""What brings a tensor from the GPU: no kernel, the same values, in memory that outlives the GPU's."""
 
 
 class _Place:
@@ -93,7 +95,8 @@ def moved(tensor: Tensor, made: Any, gpu: bool) -> Any:
     if made is tensor:
         if on_gpu(tensor) == gpu or tensor.device.type == "meta":
             return tensor
-        made = _ALIAS(tensor) if type(tensor) is Tensor or isinstance(tensor, FakeTensor) else tensor.detach()
+        handle = _ALIAS if gpu else TO_HOST
+        made = handle(tensor) if type(tensor) is Tensor or isinstance(tensor, FakeTensor) else tensor.detach()
     mark(made, gpu)
     return made
 

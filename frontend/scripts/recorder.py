@@ -49,7 +49,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.nn.modules import module as modules
 from torch.optim import Optimizer, optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
@@ -68,7 +68,7 @@ from echograph.frontend.scripts.found import found
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.micro_batches import BACKWARD_PASS, micro_batches
 from echograph.frontend.scripts.samples import samples_read
-from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
+from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream, forget_issued
 from echograph.frontend.scripts.values import answer, line_of_script
 from echograph.frontend.scripts.world import NO_GPU
 from echograph.ir.graph import BETWEEN_STEPS
@@ -265,6 +265,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     Args:
         mode: of the fake tensors.
         step: which training step, counted from 1.
+        moves: whether the next one is recorded where that step evaluates or samples first, as none before it.
         whole: let the script go on after it.
         counts_optimizer_steps: whether steps end where optimizers' do, or where `step_ends` is called.
         results: of operators, as other runs learnt them (`frontend.pytorch.shapes`); those to come are added.
@@ -302,6 +303,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         mode: FakeTensorMode,
         *,
         step: int = 2,
+        moves: bool = False,
         whole: bool = False,
         counts_optimizer_steps: bool = True,
         results: Results | None = None,
@@ -337,6 +339,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._layouts: dict[tuple[Any, ...], Tensor] = {}
         self.kept: set[int] = set()
         self._without_gradients: list[str] = []
+        self._moves, self._learnt = moves, False
 
     # -- what adapters say -----------------------------------------------------------------------------------
 
@@ -443,7 +446,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             StepRecorded: it was the one.
         """
         self.steps += 1
-        self._after_backward, self._pass, self._backward_pass = False, 0, 0
+        self._after_backward, self._pass, self._backward_pass, self._learnt = False, 0, 0, False
         if self._recording:
             self._finish()
             if not self._whole:
@@ -535,11 +538,41 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
         return backward
 
+    def _evaluates(self) -> None:
+        """A module with parameters runs without gradients: in each step, or now and then.
+
+        Where it runs so before a step has learnt anything, and did not in any step before, it is an evaluation, or
+        draws samples; a teacher runs so in the first step, too, and what acts before it learns.
+        """
+        if not self._moves or self._learnt:
+            return
+        if self._recording:
+            self._put_off(line_of_script())
+        self._moves = False
+
+    def _put_off(self, line: str) -> None:
+        """The next step is recorded, and nothing of this one is."""
+        self.note(
+            f"{line}: step {self._step} runs modules without gradients, as none before it did (samples, an "
+            f"evaluation): step {self._step + 1} is recorded; --step {self._step} records this one"
+        )
+        self._recording, self._step = False, self._step + 1
+        self.graph, self._first_call = Graph(), None
+        self.memory.forget_step()
+        forget_issued()
+        of_regions = self._backward_of, self._forward_of, self._seen
+        for known in (self._handles, self._works, self._by_sequence, *of_regions):
+            known.clear()
+
     def _module_begins(self, module: Any, args: Any) -> None:
         if not self._stack:
             self.memory.add_root(module)
             self._trains = any(True for _ in module.parameters()) and not self._paused
             if self.phase == FORWARD and self._trains:
+                if torch.is_grad_enabled():
+                    self._learnt = True
+                else:
+                    self._evaluates()
                 self._pass += self._after_backward
                 self._after_backward = False
                 self.step_begins()
@@ -688,7 +721,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             exchanged(func, args, out)
         if not self._recording or self._paused or func.namespace in SILENT_NAMESPACES:
             return out
-        if func in HANDLES:
+        if func in HANDLES or func is places.TO_HOST:
             if isinstance(out, FakeTensor):
                 self.stands_for(self.node_of(args[0] if isinstance(args[0], FakeTensor) else out), out)
         elif func.namespace in NAMESPACES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import tomllib
 from collections.abc import Iterator
@@ -57,6 +58,20 @@ def asked(script: Path, package: str) -> str:
         for name, bounds in wanted:
             if name.lower().replace("_", "-") == package.lower().replace("_", "-"):
                 return f"{file} asks for {_shown(name, bounds)}"
+    return ""
+
+
+def python(file: Path) -> str:
+    """What the project of a file asks of Python and is not met, as a clause of a message; "": nothing."""
+    for folder in file.resolve().parents[:_LEVELS]:
+        project = folder / "pyproject.toml"
+        if project.is_file():
+            with suppress(tomllib.TOMLDecodeError, UnicodeDecodeError):
+                wanted = str(tomllib.loads(project.read_text()).get("project", {}).get("requires-python", ""))
+                here = platform.python_version()
+                return (
+                    "" if _meets(here, wanted) else f"{project.name} asks for Python {wanted}, and {here} is here"
+                )
     return ""
 
 

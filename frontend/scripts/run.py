@@ -35,7 +35,7 @@ from echograph.frontend.pytorch.capture import fake_mode, plain_attention_masks,
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.pytorch.userfile import reason
-from echograph.frontend.scripts import fakes, imports, launchers, older, stand_ins
+from echograph.frontend.scripts import fakes, imports, launchers, network, older, stand_ins
 from echograph.frontend.scripts.adapter import Adapter, once_imported, patched, replaced, unpatched
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
@@ -56,6 +56,7 @@ class Script:
         module: its dotted name, where it is run as `python -m` does; "": as a file.
         arguments: what it finds behind its name in `sys.argv`.
         step: which training step is recorded, counted from 1.
+        moves: whether it is the next one, if that one evaluates or samples first, as none before it.
         whole: whether it goes on after that step.
         host: prices what the script's own work is for the host; None: that is not counted.
         strict: whether what is unlikely to be meant (`checks`) is an error.
@@ -66,6 +67,7 @@ class Script:
     module: str = ""
     arguments: Sequence[str] = ()
     step: int = 2
+    moves: bool = False
     whole: bool = False
     host: HostPrice | None = None
     strict: bool = False
@@ -142,8 +144,8 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
             importlib.import_module("torch._dynamo")  # on a real host it is there, and what it wraps is work
         mode = enter(fake_mode(unpatched))
         recorder = (CountingRecorder if script.host is not None else ScriptRecorder)(
-            mode, step=script.step, whole=script.whole, counts_optimizer_steps=adapter.counts_optimizer_steps,
-            results=results,
+            mode, step=script.step, moves=script.moves, whole=script.whole,
+            counts_optimizer_steps=adapter.counts_optimizer_steps, results=results,
         )  # fmt: skip
         if isinstance(recorder, CountingRecorder) and script.host is not None:
             recorder.counter.stands_in = script.host.stands_in
@@ -153,6 +155,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter(older.installed(recorder.note))
         enter(imports.put_off(recorder.note))
         enter(fakes.installed(script.fakes, recorder.note))
+        enter(network.not_waited_for())
         enter(quiet_fakes())
         enter(cuda_operators())
         enter(plain_attention_masks())

@@ -12,10 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 STREAM = "stream"
 AFTER = "after"
 """Of nodes: the stream that a call is issued to, and the call nodes that this stream had waited for."""
+
+
+_THERE: WeakSet[CapturedEvent | CapturedStream] = WeakSet()
+
+
+def forget_issued() -> None:
+    """What was issued so far is no work of the graph."""
+    for each in list(_THERE):
+        each.forget()
 
 
 class CapturedEvent:
@@ -23,6 +33,11 @@ class CapturedEvent:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.after: frozenset[Any] = frozenset()
+        _THERE.add(self)
+
+    def forget(self) -> None:
+        """Nothing was issued before it."""
+        self.after = frozenset()
 
     def record(self, stream: CapturedStream | None = None) -> None:
         """Takes in what was issued to a stream so far."""
@@ -69,6 +84,11 @@ class CapturedStream:
         self.awaited: frozenset[Any] = frozenset()
         self.cuda_stream = self.stream_id = self.number
         self.device = self.device_index = 0
+        _THERE.add(self)
+
+    def forget(self) -> None:
+        """Nothing was issued to it, and it waits for nothing."""
+        self.last, self.awaited = None, frozenset()
 
     @property
     def name(self) -> str:

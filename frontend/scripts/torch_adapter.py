@@ -173,7 +173,7 @@ class TorchAdapter(Adapter):
         os.environ.setdefault("WANDB_MODE", "disabled")
         with ExitStack() as stack:
             enter = stack.enter_context
-            enter(device.present(world, recorder.note, recorder.counter))
+            enter(device.present(world, recorder.note, recorder.counter, recorder.warn))
             enter(repeated.left_out(recorder))
             enter(coalesced())
             for owner in (torch.distributed, torch.distributed.distributed_c10d):
@@ -185,6 +185,8 @@ class TorchAdapter(Adapter):
                 enter(once_imported(name, partial(hooks, world, recorder)))
             enter(once_imported("torch.distributed.pipelining", partial(self._stages.installed, recorder)))
             enter(patched(torch, "compile", lambda _: compiling(recorder, self.compiles)))
+            # Of graphs that are not made; what it imports first takes seconds.
+            enter(replaced(torch.compiler, "cudagraph_mark_step_begin", lambda: None))
             enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))
             enter(patched(DataLoader, "__init__", _in_this_process))
             enter(

@@ -31,7 +31,8 @@ from torch.overrides import has_torch_function
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.known_values import apart, forget, is_in_place, is_known, is_small, know, real
 from echograph.frontend.scripts.adapter import patched, replaced
-from echograph.frontend.scripts.assertions import extreme, holds
+from echograph.frontend.scripts.assertions import extreme, holds, writes_back
+from echograph.frontend.scripts.found import ALL
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
@@ -151,17 +152,32 @@ def _chosen(where: str) -> bool | int | None:
     return None
 
 
-def decided_size(operator: str) -> int:
+def decided_size(operator: str, masks: Sequence[Tensor], note: NoteTaker, warn: NoteTaker) -> int:
     """How many elements an operator finds, of which values say how many.
+
+    What a mask chooses (`x[mask]`) is all of it, unless the user says otherwise: valid pixels, points within a
+    box, tokens that count are most. What is looked for (`nonzero`, `unique`) may be a few of many.
 
     Args:
         operator: by name, for the line that asks.
+        masks: by which elements are chosen; none: they are looked for.
+        note: is told where it does not matter how many: they are written to where they are read.
+        warn: is told where all are taken of what a mask chooses.
 
     Raises:
         CaptureError: nobody said.
     """
     where = caller() or asked()
     chosen = _chosen(where)
+    if chosen is None and (frame := _asking()) is not None and writes_back(frame):
+        note(f"{where} writes elements to where it reads them, which values choose: all are taken to be chosen")
+        return ALL
+    if chosen is None and masks:
+        warn(
+            f"{where} takes what a mask chooses, which values decide: all {masks[0].numel():,} elements of it are "
+            f"taken; --decide {where}=COUNT says how many"
+        )
+        return ALL
     if chosen is None or isinstance(chosen, bool):
         raise CaptureError(
             f"{where}: how many elements '{operator}' finds depends on the values of a tensor, which a capture "

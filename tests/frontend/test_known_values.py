@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from echograph.frontend.pytorch.capture import capture_mode
 from echograph.frontend.pytorch.device_ops import cpu_operators
-from echograph.frontend.pytorch.known_values import MOST_INTEGERS, is_known
+from echograph.frontend.pytorch.known_values import MOST_KNOWN, is_known
 
 pytestmark = pytest.mark.torch
 
@@ -72,7 +72,7 @@ def test_what_unknown_values_come_into_is_unknown() -> None:
 
 
 def test_what_is_large_is_not_followed() -> None:
-    assert not is_known(torch.arange(MOST_INTEGERS + 1))
+    assert not is_known(torch.arange(MOST_KNOWN + 1))
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,7 @@ def capture_script_file(
     run: dict[str, Any] = {
         "arguments": adapter.arguments(tuple(arguments), asked.config),
         "step": asked.step or adapter.steady_step,
+        "moves": asked.step is None,
         "whole": asked.whole,
         "host": _units(adapter.host) if asked.measure_host else None,
         "strict": asked.strict,
@@ -286,7 +287,10 @@ def _configuration(name: str, model: str | Path | None) -> Mapping[str, Any]:
             f"--fake-weights {name}={model}: no such folder: give one with the model's config.json, or a model of "
             "the zoo"
         )
-    entry = from_config(Path(given)) if Path(given).is_dir() else get_model(str(given))
+    try:
+        entry = from_config(Path(given)) if Path(given).is_dir() else get_model(str(given))
+    except UnknownNameError as error:
+        raise UsageError(f"{error}; any other: --fake-weights {name}=DIR, a folder with its config.json") from None
     if entry.architecture in OWN:
         raise UsageError(
             f"--fake-weights {name}: {entry.name} is no model of transformers: give a folder's config.json"

@@ -555,6 +555,10 @@ def test_what_is_not_known_of_flash_attn_is_refused_by_name(
             r"the script's own packaging\.py comes before the package packaging [\d.]+",
         ),
         ("", "from xformers.ops import no_such", "what stands in for it has no such name"),
+        # What a package raises that the repository asks nothing of may be for another that it has.
+        ("numpy<1.0", "__import__('yaml').safe_load('{')", "requirements.txt asks for numpy<1.0, and"),
+        ("", "__import__('yaml').safe_load('{')", r"PyYAML [\d.]+ is here, and the script may"),
+        ("", "import own.version", r"own.version is no file of the repository, whose setup.py may write it"),
     ],
 )
 def test_an_error_says_which_version_the_repository_asks_for(
@@ -565,10 +569,24 @@ def test_an_error_says_which_version_the_repository_asks_for(
     (tmp_path / ".git").mkdir()
     (tmp_path / "requirements.txt").write_text(asked)
     folder = tmp_path / "training"
-    folder.mkdir()
+    (folder / "own").mkdir(parents=True)
+    (folder / "own/__init__.py").touch()
+    (folder / "setup.py").touch()
     path = folder / "train.py"
     path.write_text(f"import torch\n{raises}\n")
     with pytest.raises(CaptureError, match=rf"^train\.py:2: .*{what}"):
+        run_script(Script(path=path), World(), TorchAdapter())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "what"), [(">=3.99", r"asks for Python >=3\.99, and 3\."), (">=3.9", "raised it")]
+)
+def test_what_is_written_for_a_newer_python(tmp_path: Path, wanted: str, what: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "own"\nrequires-python = "{wanted}"\n')
+    (tmp_path / "newer.py").write_text("def first[T](items: list[T] -> T:\n")
+    path = tmp_path / "train.py"
+    path.write_text("import newer\n")
+    with pytest.raises(CaptureError, match=rf"^newer\.py:1: SyntaxError: .*{what}"):
         run_script(Script(path=path), World(), TorchAdapter())
 
 

@@ -50,6 +50,23 @@ def _shape(made: object) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("line", "shapes"),
     [
+        ("held = out * 2; mask = out > 0; held[mask] = out[mask] * 3; loss = held.sum()", {"aten.index": (256,)}),
+        ("held = out * 2; mask = out > 0; held[mask] += 1; loss = held.sum()", {"aten.index": (256,)}),
+    ],
+)
+def test_of_what_is_written_where_it_is_read_it_does_not_matter_how_many(
+    tmp_path: Path, line: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    script = _script(tmp_path, line)
+    made = {node.target.name().replace("::", ".").partition(".default")[0]: node for node in _nodes(script, {})}
+    assert {name: _shape(made[f"{name}.Tensor"].meta["val"]) for name in shapes} == shapes
+    run = run_script(Script(path=script), World(size=1), TorchAdapter())
+    assert any(f"train.py:{_LINE} writes elements to where it reads them" in note for note in run.recorder.notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "shapes"),
+    [
         ("loss = out[out.sum(1) > 0].sum()", {"aten.index": (5, 8)}),
         ("loss = out[:, out.sum(0) > 0].sum()", {"aten.index": (32, 5)}),
         ("loss = torch.masked_select(out, out > 0).sum()", {"aten.masked_select": (5,)}),
@@ -78,8 +95,41 @@ def test_the_job_has_them(tmp_path: Path) -> None:
     assert 2 * 5 * 8 * 24 in ops.flops.tolist()  # the product of what was found
 
 
+@pytest.mark.parametrize(
+    ("line", "shape", "count"),
+    [
+        ("loss = out[out.sum(1) > 0].sum()", (32, 8), 32),
+        ("loss = out[3:, out[3:].sum(0) > 0].sum()", (29, 8), 8),
+        ("loss = torch.masked_select(out, out > 0).sum()", (256,), 256),
+        ("loss = out.masked_select(out > 0).log().sum()", (256,), 256),
+    ],
+)
+def test_of_what_a_mask_chooses_all_is_taken(
+    tmp_path: Path, line: str, shape: tuple[int, ...], count: int
+) -> None:
+    script = _script(tmp_path, line)
+    assert shape in [_shape(node.meta["val"]) for node in _nodes(script, {})]
+    (told,) = run_script(Script(path=script), World(size=1), TorchAdapter()).recorder.warnings
+    assert told.startswith(f"train.py:{_LINE} takes what a mask chooses, which values decide: all {count} ")
+    with pytest.raises(CaptureError, match=f"train.py:{_LINE} takes what a mask chooses"):
+        capture_script(Script(path=script, strict=True), World(size=1), TorchAdapter())
+
+
+@pytest.mark.parametrize("asks", ["mask.any()", "torch.any(mask)", "mask.sum() > 0", "mask.any().item()"])
+def test_who_asks_whether_a_mask_chooses_anything_takes_what_it_chooses(tmp_path: Path, asks: str) -> None:
+    line = f"""mask = out > 0
+    loss = out.sum()
+    if {asks}:
+        loss = loss + out[mask].sum()"""
+    assert (256,) in [_shape(node.meta["val"]) for node in _nodes(_script(tmp_path, line), {})]
+    assert _nodes(_script(tmp_path, line), {f"train.py:{_LINE + 2}": False})
+    (other := tmp_path / "other").mkdir()
+    with pytest.raises(CaptureError, match=f"train.py:{_LINE + 2}: .*--decide"):
+        _nodes(_script(other, line.replace("[mask]", "")), {})
+
+
 def test_who_says_no_size_is_asked_for_one(tmp_path: Path) -> None:
-    script = _script(tmp_path, "loss = out[out.sum(1) > 0].sum()")
+    script = _script(tmp_path, "loss = out[(out.sum(1) > 0).nonzero().squeeze(1)].sum()")
     decisions: list[dict[str, bool | int]] = [{}, {"train.py": True}]
     for decided in decisions:
         with pytest.raises(CaptureError, match=rf"^train.py:{_LINE}: how many elements .*train.py:{_LINE}=64"):

@@ -57,6 +57,10 @@ assert list(Every([1, 2])) == [0, 1]
             "import numpy as np\nassert np.zeros(2, np.float).dtype == np.float64",
             r"train.py:4 asks for numpy.float",
         ),
+        (
+            "import numpy as np, warnings\nwarnings.simplefilter('ignore', np.RankWarning)",
+            "numpy.exceptions.RankWarning stands for it",
+        ),
         ("from numpy import product, Inf\nassert product([2, 3]) == 6", "numpy.prod stands for it"),
         ("import collections\nassert isinstance([], collections.Iterable)", "collections.abc.Iterable"),
         ("from fractions import gcd\nassert gcd(4, 6) == 2", "math.gcd"),

@@ -111,6 +111,35 @@ def test_meshes_are_of_the_gpu_and_are_flattened(tmp_path: Path) -> None:
     assert run(tmp_path, MESHES + STEPS).recorder.recorded
 
 
+ON_THE_HOST = """import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, MixedPrecision, StateDictType
+dist.init_process_group()
+torch.cuda.set_device(dist.get_rank() % 8)
+there = torch.ones(4, device="cuda", requires_grad=True)
+here = (there * 2).cpu()
+assert here.requires_grad and not here.is_cuda
+here.sum().backward()
+assert there.grad is not None
+whole = StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+model = FullyShardedDataParallel(
+    torch.nn.Linear(8, 8), device_id=dist.get_rank() % 8, mixed_precision=MixedPrecision(torch.bfloat16)
+)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(3):
+    model(torch.ones(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with FullyShardedDataParallel.state_dict_type(model, *whole):
+        held = model.state_dict()
+    assert dist.get_rank() or (held["weight"].shape == (8, 8) and held["weight"].device.type == "cpu")
+"""
+
+
+def test_what_is_brought_to_the_host_outlives_the_memory_that_it_was_in(tmp_path: Path) -> None:
+    assert run(tmp_path, ON_THE_HOST, rank=0).recorder.recorded
+
+
 HYBRID = """import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
