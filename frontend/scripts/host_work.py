@@ -18,11 +18,10 @@ import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -70,11 +69,11 @@ _OWN = (
 
 # What anyone calls: the capture's, too, where the capture calls it.
 _STANDARD = sysconfig.get_path("stdlib")
+_GENERATED = "<string>"  # a dataclass's or a named tuple's functions, wherever that stands
 _HELPERS = tuple(str(_TORCH / "utils" / name) for name in ("_pytree.py", "weak.py"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostWork:
+class HostWork(NamedTuple):
     """What the host does before an operator, since the one before it.
 
     Attributes:
@@ -105,8 +104,9 @@ class HostWork:
     hashed: int = 0
     stood_in: tuple[str, ...] = ()
 
-    def __add__(self, other: HostWork) -> HostWork:
-        return HostWork(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+    def __add__(self, other: HostWork) -> HostWork:  # type: ignore[override]
+        """Both, one after the other."""
+        return HostWork(*map(operator.add, self, other))
 
 
 class HostPrice(Protocol):
@@ -245,7 +245,10 @@ class WorkCounter:
         return found
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
-        if self._depth or event != "call" or self._is_own(frame.f_code) or self._helps_own(frame):
+        if self._depth:
+            return None
+        own = self._own.get(frame.f_code)
+        if own or (own is None and self._is_own(frame.f_code)) or self._helps_own(frame):
             return None
         return self._watch(frame)
 
@@ -276,7 +279,8 @@ class WorkCounter:
         known = self._helper.get(code)
         if known is None:
             name = code.co_filename
-            known = name.startswith(_HELPERS) or (name.startswith(_STANDARD) and "site-packages" not in name)
+            of_standard = name.startswith(_STANDARD) and "site-packages" not in name
+            known = of_standard or name == _GENERATED or name.startswith(_HELPERS)
             self._helper[code] = known
         return known
 
