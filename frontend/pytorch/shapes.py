@@ -8,7 +8,8 @@ result new memory, a view of the first argument, or an argument; all others go t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +104,8 @@ class Shapes:
             return self._ask(rule, args, kwargs)
         result = self._results.get(key, _UNKNOWN)
         if result is _UNKNOWN:
-            out = func(*args, **kwargs)
+            with self._without_cache():
+                out = func(*args, **kwargs)
             changed = rule.fills and self._key(rule, args, kwargs) != key
             self._results[key] = _REFUSED if changed else self._learn(rule, args, kwargs, out)
             return out
@@ -113,6 +115,15 @@ class Shapes:
             return self._make(result, args, kwargs)
         kind, parts = result
         return kind([self._make(part, args, kwargs) for part in parts])
+
+    @contextmanager
+    def _without_cache(self) -> Iterator[None]:
+        """In the context the mode remembers nothing: it is asked once, and its keys take as long as its rules."""
+        before, self._mode.cache_enabled = self._mode.cache_enabled, False
+        try:
+            yield
+        finally:
+            self._mode.cache_enabled = before
 
     def _ask(self, rule: _Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensors = list(_tensors(args)) if rule.communicates else []
