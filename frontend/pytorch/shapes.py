@@ -191,7 +191,8 @@ class Shapes:
         self, rule: _Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, memory: set[int]
     ) -> Any:
         """How a result is made; refused where it would not be the same if made so."""
-        for at, value in (*enumerate(args), *kwargs.items()):
+        given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
+        for at, value in given:
             if out is value:
                 return _Made(argument=at)
         if type(out) is not FakeTensor or out.constant is not None or out.requires_grad:
