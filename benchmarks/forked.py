@@ -99,6 +99,7 @@ def _become(
     status = 1
     try:
         os.setpgid(0, 0)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
         resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 5))
         os.chdir(folder)
         os.environ.clear()
