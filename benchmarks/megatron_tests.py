@@ -376,6 +376,7 @@ _IMPORTED = (
     "echograph.workflow.predict",
     "echograph.frontend.scripts.process",
     "echograph.frontend.megatron.adapter",
+    "transformers.models.auto.tokenization_auto",  # what Megatron-LM imports of it for its tokenizers
 )
 
 
