@@ -27,10 +27,8 @@ import hashlib
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,6 +41,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks import forked
 from benchmarks.megatron_history import Known, Measured, history
 from benchmarks.megatron_page import errors_table, judged, write_page
 
@@ -263,10 +262,17 @@ def run_test(
     record: Record = {"name": test.name, "names": test.names, "script": test.script, "gpus": test.gpus,
                       "arguments": test.arguments}  # fmt: skip
     before = _told(file)
-    if anew or before.get("error", "none") or not job.is_file():
-        before = _captured(test, folder, job, limit_s, given)
+    anew = anew or before.get("error", "none") != ""
     record |= {key: before.get(key, "") for key in _OF_CAPTURE} | {"rows": [], "simulated_by": code()}
-    jobs = _jobs(test, folder, job, limit_s, given, anew, record)
+    jobs = _jobs(test, job)
+    spent: Counter[str] = Counter()
+    for backend, made in jobs.items():
+        if anew or not made.is_file():
+            record |= _captured(_with_backend(test, backend), folder, made, limit_s, given)
+            spent.update({key: record[key] for key in _SPENT})
+            if record["error"]:
+                break
+    record |= spent
     if not record["error"] and not captures_only:
         try:
             record["rows"] = _simulated(test, jobs)
@@ -278,19 +284,14 @@ def run_test(
     return record
 
 
-def _jobs(
-    test: Test, folder: Path, job: Path, limit_s: float, given: Sequence[str], anew: bool, record: Record
-) -> dict[str, Path]:
-    """Captures by what `--attention-backend` would say of a measurement's library; "": as it is."""
-    jobs = {"": job}
-    for backend in sorted({_backend(test, row) for row in test.measured if row["gpu"] in CLUSTERS} - {""}):
-        jobs[backend] = job.with_suffix(f".{backend}.pb")
-        if not record["error"] and (anew or not jobs[backend].is_file()):
-            of = replace(test, arguments=(*test.arguments, _BACKEND, backend))
-            made = _captured(of, folder, jobs[backend], limit_s, given)
-            record["error"] = made["error"]
-            record["capture_cpu_s"] += made["capture_cpu_s"]
-    return jobs
+def _jobs(test: Test, job: Path) -> dict[str, Path]:
+    """Files of the captures that a set needs, by what `--attention-backend` would say; "": as it is."""
+    backends = {_backend(test, row) for row in test.measured if row["gpu"] in CLUSTERS} or {""}
+    return {backend: job.with_suffix(f".{backend}.pb") if backend else job for backend in sorted(backends)}
+
+
+def _with_backend(test: Test, backend: str) -> Test:
+    return replace(test, arguments=(*test.arguments, _BACKEND, backend)) if backend else test
 
 
 _BACKEND = "--attention-backend"
@@ -329,7 +330,8 @@ def _has_cudnn(test: Test, gpu: str, in_order: bool) -> bool:
     return "cudnn" in device.attention and is_possible("cudnn", device.datasheet.architecture, dropout, in_order)
 
 
-_OF_CAPTURE = ("error", "notes", "capture_cpu_s", "capture_wall_s", "captured_by")
+_SPENT = ("capture_cpu_s", "capture_wall_s")
+_OF_CAPTURE = ("error", "notes", *_SPENT, "captured_by")
 
 
 @cache
@@ -345,37 +347,21 @@ def _told(file: Path) -> Record:
 
 def _captured(test: Test, folder: Path, job: Path, limit_s: float, given: Sequence[str]) -> dict[str, Any]:
     command = [
-        sys.executable, "-m", "echograph", "echoc", "capture", "megatron", "--script", test.script,
-        "--world-size", str(test.gpus), "-o", str(job), "--json", *given, "--",
-        *test.arguments,
+        "echoc", "capture", "megatron", "--script", test.script, "--world-size", str(test.gpus), "-o", str(job),
+        "--json", *given, "--", *test.arguments,
     ]  # fmt: skip
-    environment = os.environ | test.environment | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    paths = (str(folder), str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    # A third of a capture is what its script imports: compiled once, and beside the results, not in the checkout.
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    environment["PYTHONPYCACHEPREFIX"] = str(job.parent / "bytecode")
-    before, began = _child_seconds(), time.perf_counter()
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        process_group=0,
-    )  # fmt: skip
     # Its children have the same limit, each for itself. A busy machine changes what a clock shows, and not this.
-    resource.prlimit(process.pid, resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 5))
-    unending = f"did not end in {limit_s:g} s of a processor"
-    try:
-        out, errors = process.communicate(timeout=_PATIENCE * limit_s)
-        error = "" if process.returncode == 0 else _last_line(errors)
-        if signal.SIGXCPU.name in error or process.returncode == -signal.SIGXCPU:
-            error = unending
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, _ = process.communicate()
-        error = unending
-    notes = json.loads(out).get("notes", []) if not error and out.startswith("{") else []
+    ended = forked.run(
+        command, folder=folder, environment=os.environ | test.environment, bytecode=job.parent / "bytecode",
+        limit_s=limit_s, patience_s=_PATIENCE * limit_s,
+    )  # fmt: skip
+    error = "" if ended.status == 0 else _last_line(ended.errors)
+    if ended.status in (None, -signal.SIGXCPU) or signal.SIGXCPU.name in error:
+        error = f"did not end in {limit_s:g} s of a processor"
+    notes = json.loads(ended.out).get("notes", []) if not error and ended.out.startswith("{") else []
     return {
-        "error": error, "notes": notes, "capture_cpu_s": _child_seconds() - before,
-        "capture_wall_s": time.perf_counter() - began, "captured_by": code(),
+        "error": error, "notes": notes, "capture_cpu_s": ended.cpu_s, "capture_wall_s": ended.wall_s,
+        "captured_by": code(),
     }  # fmt: skip
 
 
@@ -383,9 +369,21 @@ _PATIENCE = 8
 """Times as long by the clock, at most: a capture that waits uses no processor."""
 
 
-def _child_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+_IMPORTED = (
+    "torch._dynamo",
+    "echograph.cli.echoc",
+    "echograph.workflow.capture",
+    "echograph.workflow.predict",
+    "echograph.frontend.scripts.process",
+    "echograph.frontend.megatron.adapter",
+    "transformers.models.auto.tokenization_auto",  # what Megatron-LM imports of it for its tokenizers
+)
+
+
+def prepare() -> None:
+    """Imports what captures and simulations do; a third of a capture was that, and is done once a process."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # PyTorch reads it there
+    forked.import_once(_IMPORTED)
 
 
 def _last_line(text: str) -> str:
@@ -496,7 +494,7 @@ def main() -> None:
         return
     results.mkdir(parents=True, exist_ok=True)
     left = [test for test in tests if _again(results / f"{test.key}.json", options.again)]
-    with ProcessPoolExecutor(options.jobs) as pool:
+    with ProcessPoolExecutor(options.jobs, initializer=prepare) as pool:
         given = ("--measure-host",) if options.measure_host else ()
         running = [
             pool.submit(

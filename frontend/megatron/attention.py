@@ -26,6 +26,7 @@ from echograph.errors import CaptureError
 from echograph.frontend.megatron import packing
 from echograph.frontend.megatron.apex import masked_softmax
 from echograph.frontend.megatron.kernels import within
+from echograph.frontend.pytorch import known_values
 from echograph.ir.passes.fuse import COMPILED
 
 _ATEN = torch.ops.aten
@@ -241,6 +242,7 @@ def _whole_mask(queries: int, keys: int, mask: Any, causal: bool, padded: bool, 
         kept = mask.logical_not()
         rows, columns = kept[:, 0, :, 0].sum(dim=1), kept[:, 0, 0, :].sum(dim=1)
     places = [torch.arange(count, dtype=torch.int32, device=device) for count in (queries, keys)]
+    known_values.forget(places)  # nobody asks which scores are masked, and there are many of them
     apart = places[0].view(1, 1, queries, 1) - places[1].view(1, 1, 1, keys)
     if causal:
         first, last = apart - keys, apart + 0

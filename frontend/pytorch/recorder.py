@@ -149,7 +149,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add_call(self, target: Any, args: Any, kwargs: Any, value: Any, annotations: dict[str, Any]) -> Node:
         """Appends a call node, its arguments nodes already."""
         name = self._names.get(target) or self._names.setdefault(target, self.graph._target_to_str(target))
-        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        # Given arguments, it looks through them for sizes that are symbols, of which there are none.
+        node = self.graph.create_node("call_function", target, name=name)
+        node.args = args
+        if kwargs:
+            node.kwargs = kwargs
         if self._first_call is None:
             self._first_call = node
         node.meta.update(annotations)

@@ -8,7 +8,8 @@ result new memory, a view of the first argument, or an argument; all others go t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -36,12 +37,14 @@ class _Rule(NamedTuple):
         func: the overload.
         remembered: whether what it returns follows from layouts and plain values, and it changes no layout.
         renames: whether its results lie in the memory of its first argument.
+        fills: whether it writes what it is given by name, which then takes the layout of the result.
         communicates: whether it is one of torch.distributed's.
     """
 
     func: Any
     remembered: bool = False
     renames: bool = False
+    fills: bool = False
     communicates: bool = False
 
 
@@ -49,7 +52,7 @@ class _Made(NamedTuple):
     """How one result is made.
 
     Attributes:
-        argument: which of the positional arguments it is; -1 for a new tensor.
+        argument: which of the positional arguments it is, or the name of another one; -1 for a new tensor.
         views: whether it lies in the memory of the first argument.
         shape: extents.
         stride: in elements.
@@ -58,7 +61,7 @@ class _Made(NamedTuple):
         device: that it says it is on.
     """
 
-    argument: int = -1
+    argument: int | str = -1
     views: bool = False
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
@@ -101,15 +104,26 @@ class Shapes:
             return self._ask(rule, args, kwargs)
         result = self._results.get(key, _UNKNOWN)
         if result is _UNKNOWN:
-            out = func(*args, **kwargs)
-            self._results[key] = self._learn(rule, args, kwargs, out)
+            with self._without_cache():
+                out = func(*args, **kwargs)
+            changed = rule.fills and self._key(rule, args, kwargs) != key
+            self._results[key] = _REFUSED if changed else self._learn(rule, args, kwargs, out)
             return out
         if result is _REFUSED:
             return func(*args, **kwargs)
         if result is None or type(result) is _Made:
-            return self._make(result, args)
+            return self._make(result, args, kwargs)
         kind, parts = result
-        return kind([self._make(part, args) for part in parts])
+        return kind([self._make(part, args, kwargs) for part in parts])
+
+    @contextmanager
+    def _without_cache(self) -> Iterator[None]:
+        """In the context the mode remembers nothing: it is asked once, and its keys take as long as its rules."""
+        before, self._mode.cache_enabled = self._mode.cache_enabled, False
+        try:
+            yield
+        finally:
+            self._mode.cache_enabled = before
 
     def _ask(self, rule: _Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensors = list(_tensors(args)) if rule.communicates else []
@@ -169,15 +183,18 @@ class Shapes:
         given = [t for value in (*args, *kwargs.values()) for t in _tensors(value)]
         memory = {t.untyped_storage()._cdata for t in given}
         if type(out) in (list, tuple):
-            parts = [None if part is None else self._learn_one(rule, args, part, memory) for part in out]
+            parts = [None if part is None else self._learn_one(rule, args, kwargs, part, memory) for part in out]
             return _REFUSED if _REFUSED in parts else (type(out), tuple(parts))
-        return self._learn_one(rule, args, out, memory)
+        return self._learn_one(rule, args, kwargs, out, memory)
 
-    def _learn_one(self, rule: _Rule, args: tuple[Any, ...], out: Any, memory: set[int]) -> Any:
+    def _learn_one(
+        self, rule: _Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, memory: set[int]
+    ) -> Any:
         """How a result is made; refused where it would not be the same if made so."""
-        for i, value in enumerate(args):
+        given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
+        for at, value in given:
             if out is value:
-                return _Made(argument=i)
+                return _Made(argument=at)
         if type(out) is not FakeTensor or out.constant is not None or out.requires_grad:
             return _REFUSED
         if out.layout is not torch.strided or out.dtype.is_complex:
@@ -191,7 +208,7 @@ class Shapes:
         )  # fmt: skip
         # Two results may share memory of their own, which no two made apart would.
         memory.add(storage._cdata)
-        again = self._make(made, args)
+        again = self._make(made, args, kwargs)
         same = (
             (again.shape, again.stride(), again.storage_offset())
             == (out.shape, out.stride(), out.storage_offset())
@@ -200,11 +217,12 @@ class Shapes:
         )
         return made if same else _REFUSED
 
-    def _make(self, made: _Made | None, args: tuple[Any, ...]) -> Any:
+    def _make(self, made: _Made | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if made is None:
             return None
-        if made.argument >= 0:
-            return args[made.argument]
+        at = made.argument
+        if at != -1:
+            return kwargs[at] if type(at) is str else args[at]  # type: ignore[index]
         with torch._C._DisableTorchDispatch():
             data = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
             if made.views:
@@ -224,15 +242,15 @@ class Shapes:
 def _rule(func: Any) -> _Rule:
     if not isinstance(func, OpOverload):
         return _Rule(func)
-    # What is given as `out=` takes the shape of the result.
     by_name = [a.alias_info for a in func._schema.arguments if a.kwarg_only]
-    remembered = (
-        func.namespace == "aten"
-        and func not in _LIFTS
-        and not any(tag in func.tags for tag in _TAGS)
-        and not any(alias is not None and alias.is_write for alias in by_name)
+    remembered = func.namespace == "aten" and func not in _LIFTS and not any(tag in func.tags for tag in _TAGS)
+    return _Rule(
+        func,
+        remembered=remembered,
+        renames=bool(func.is_view) or func is _UNSAID_VIEW,
+        fills=any(alias is not None and alias.is_write for alias in by_name),
+        communicates=func.namespace == "c10d",
     )
-    return _Rule(func, remembered, bool(func.is_view) or func is _UNSAID_VIEW, func.namespace == "c10d")
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

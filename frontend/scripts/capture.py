@@ -796,7 +796,7 @@ def capture_script(
             notes[f"{script.path.name} asks for what a launcher sets: it runs as the one rank of torchrun"] = None
             runs = [run_script(script, replace(alone, launched=True), adapter, results)]
         # It may have gone a way that rank 0 alone would go.
-        elif unlike := _unlike(script, world, adapter, [alone]):
+        elif unlike := _unlike(script, world, adapter, [alone], results):
             again = replace(world, unlike=world.unlike | unlike)
             return capture_script(script, again, adapter, ranks=ranks, progress=progress)
         else:
@@ -809,7 +809,7 @@ def capture_script(
     for done, rank in enumerate(ranks[1:], start=1):
         progress(f"running {script.path.name} as further ranks of {world.size}", done, len(ranks))
         runs.append(run_script(script, replace(world, rank=rank), adapter, results))
-    if unlike := _unlike(script, world, adapter, [run.world for run in runs]):
+    if unlike := _unlike(script, world, adapter, [run.world for run in runs], results):
         return capture_script(
             script, replace(world, unlike=world.unlike | unlike), adapter, ranks=ranks, progress=progress
         )
@@ -835,7 +835,9 @@ def _asks_for_launcher(error: CaptureError, world: World) -> bool:
     return not world.environment.keys().isdisjoint(name for name in missing if isinstance(name, str))
 
 
-def _unlike(script: Script, world: World, adapter: Adapter, ran: Sequence[World]) -> frozenset[Shared]:
+def _unlike(
+    script: Script, world: World, adapter: Adapter, ran: Sequence[World], results: Results
+) -> frozenset[Shared]:
     """Calls to which ranks give different integers, where any was read that rests on their giving the same.
 
     The last rank of each group that adds up or gathers runs as well: what depends on the rank differs there.
@@ -847,7 +849,7 @@ def _unlike(script: Script, world: World, adapter: Adapter, ran: Sequence[World]
         if rank not in worlds:
             other = replace(world, rank=rank)
             with suppress(CaptureError):  # it gave what it gave before it ended
-                run_script(script, other, adapter)
+                run_script(script, other, adapter, results, records=False)
             worlds[rank] = other
     found = {call for one in worlds.values() for other in worlds.values() for call in differing(one, other)}
     return frozenset(found) - world.unlike

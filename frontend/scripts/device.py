@@ -524,6 +524,9 @@ class OnTheDevice(TorchFunctionMode):
         self._rested = [] if rested is None else rested
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOOKS and not types and not kwargs:
+            with torch._C.DisableTorchFunction():  # nobody below answers
+                return func(*args)
         kwargs = kwargs or {}
         known = known_values.read(func, args, kwargs)
         if known is not None:
@@ -802,6 +805,16 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     Tensor.to: OnTheDevice._to,
 }
 """What PyTorch is not asked, by the function that is called; NotImplemented: it is asked, of such arguments."""
+
+_LOOKS = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "grad", "grad_fn", "_base")),
+        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "is_sparse")),
+        Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride, Tensor.storage_offset,
+        Tensor.is_floating_point, Tensor.is_complex,
+    }
+)  # fmt: skip
+"""Half of what a script calls, and answered alike wherever a tensor is: it makes none, and reads no value."""
 
 
 @contextmanager

@@ -18,11 +18,11 @@ import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
+from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -70,11 +70,14 @@ _OWN = (
 
 # What anyone calls: the capture's, too, where the capture calls it.
 _STANDARD = sysconfig.get_path("stdlib")
+_GENERATED = "<string>"  # a dataclass's or a named tuple's functions, wherever that stands
+# Where Python traces, all that runs takes two to three times as long, so the capture's own code is not traced.
+# Since 3.12 to begin and to end it rewrites the code of all functions, each time.
+_SWITCHES = sys.version_info < (3, 12)
 _HELPERS = tuple(str(_TORCH / "utils" / name) for name in ("_pytree.py", "weak.py"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostWork:
+class HostWork(NamedTuple):
     """What the host does before an operator, since the one before it.
 
     Attributes:
@@ -105,8 +108,9 @@ class HostWork:
     hashed: int = 0
     stood_in: tuple[str, ...] = ()
 
-    def __add__(self, other: HostWork) -> HostWork:
-        return HostWork(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+    def __add__(self, other: HostWork) -> HostWork:  # type: ignore[override]
+        """Both, one after the other."""
+        return HostWork(*map(operator.add, self, other))
 
 
 class HostPrice(Protocol):
@@ -150,6 +154,7 @@ class WorkCounter:
         self._regions = self._batches = self._functions = 0
         self._instructions = self._modules = 0
         self._depth = 0
+        self._switches = 0
         self._of_hooks = 0
         self._own: dict[CodeType, bool] = {}
         self._helper: dict[CodeType, bool] = {}
@@ -162,25 +167,30 @@ class WorkCounter:
     def enter(self) -> None:
         """The capture is entered."""
         self._depth += 1
+        if self._depth == 1 and get_ident() == self._switches:
+            sys.settrace(None)
 
     def leave(self) -> None:
         """The capture is left, or calls the script's own code."""
         self._depth -= 1
+        if self._depth == 0 and get_ident() == self._switches:
+            sys.settrace(self._called)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What runs is not the script's."""
-        self._depth += 1
+        self.enter()
         try:
             yield
         finally:
-            self._depth -= 1
+            self.leave()
 
     def begin(self) -> None:
         """Counts from here."""
         self._of_hooks = self._hooks()
         self.take()
         WorkCounter.current = self
+        self._switches = get_ident() if _SWITCHES else 0
         sys.settrace(self._called)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -190,6 +200,7 @@ class WorkCounter:
 
     def end(self) -> None:
         """Counts no more."""
+        self._switches = 0
         sys.settrace(None)
         WorkCounter.current = None
 
@@ -245,7 +256,10 @@ class WorkCounter:
         return found
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
-        if self._depth or event != "call" or self._is_own(frame.f_code) or self._helps_own(frame):
+        if self._depth:
+            return None
+        own = self._own.get(frame.f_code)
+        if own or (own is None and self._is_own(frame.f_code)) or self._helps_own(frame):
             return None
         return self._watch(frame)
 
@@ -276,7 +290,8 @@ class WorkCounter:
         known = self._helper.get(code)
         if known is None:
             name = code.co_filename
-            known = name.startswith(_HELPERS) or (name.startswith(_STANDARD) and "site-packages" not in name)
+            of_standard = name.startswith(_STANDARD) and "site-packages" not in name
+            known = of_standard or name == _GENERATED or name.startswith(_HELPERS)
             self._helper[code] = known
         return known
 

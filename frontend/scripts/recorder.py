@@ -719,8 +719,11 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             out = self._placed(func, args, kwargs)
         if func.namespace == "_c10d_functional":
             exchanged(func, args, out)
-        if not self._recording or self._paused or func.namespace in SILENT_NAMESPACES:
-            return out
+        if self._recording and not self._paused and func.namespace not in SILENT_NAMESPACES:
+            self._write_down(func, args, kwargs, out)
+        return out
+
+    def _write_down(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if func in HANDLES or func is places.TO_HOST:
             if isinstance(out, FakeTensor):
                 self.stands_for(self.node_of(args[0] if isinstance(args[0], FakeTensor) else out), out)
@@ -728,7 +731,6 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             self._communicate(func, args, kwargs, out)
         else:
             self._record(func, args, kwargs, out)
-        return out
 
     def _keeps(self, given: Any) -> bool:
         return bool(self.kept) and type(given) is Tensor and given.untyped_storage()._cdata in self.kept
@@ -832,3 +834,16 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             return {PHASE: OPTIMIZER, MODULE: ""}
         self._number(node)
         return {PHASE: self._forced or FORWARD, MODULE: module}
+
+
+class PassingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
+    """Goes through the step that another run recorded, and writes nothing down: of what a rank tells others."""
+
+    def _write_down(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        pass
+
+    def _mark_gradients(self) -> None:
+        pass
+
+    def _finish(self) -> None:
+        self._recording, self.recorded = False, True

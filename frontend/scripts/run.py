@@ -39,7 +39,7 @@ from echograph.frontend.scripts import fakes, imports, launchers, network, older
 from echograph.frontend.scripts.adapter import Adapter, once_imported, patched, replaced, unpatched
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
-from echograph.frontend.scripts.recorder import ScriptRecorder, StepRecorded
+from echograph.frontend.scripts.recorder import PassingRecorder, ScriptRecorder, StepRecorded
 from echograph.frontend.scripts.world import World
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -118,7 +118,9 @@ def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def run_script(script: Script, world: World, adapter: Adapter, results: Results | None = None) -> ScriptRun:
+def run_script(
+    script: Script, world: World, adapter: Adapter, results: Results | None = None, *, records: bool = True
+) -> ScriptRun:
     """Runs a script as a rank and records its step.
 
     Args:
@@ -126,6 +128,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         world: and as which rank.
         adapter: of the framework.
         results: of operators, as runs of other ranks learnt them; this run adds its own.
+        records: whether the step is written down, and what is the host's work in it counted.
 
     Raises:
         InputError: there is no such file.
@@ -143,7 +146,8 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         if script.host is not None:
             importlib.import_module("torch._dynamo")  # on a real host it is there, and what it wraps is work
         mode = enter(fake_mode(unpatched))
-        recorder = (CountingRecorder if script.host is not None else ScriptRecorder)(
+        counts = CountingRecorder if script.host is not None else ScriptRecorder
+        recorder = (counts if records else PassingRecorder)(
             mode, step=script.step, moves=script.moves, whole=script.whole,
             counts_optimizer_steps=adapter.counts_optimizer_steps, results=results,
         )  # fmt: skip

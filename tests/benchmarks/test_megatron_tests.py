@@ -126,6 +126,11 @@ def test_attention_of_another_library_is_captured_as_well(tmp_path: Path, monkey
     for _ in range(2):
         megatron_tests.run_test(test, tmp_path, tmp_path, 1.0, False, False)
     assert captured == [test.arguments, (*test.arguments, "--attention-backend", "flash")]
+    captured.clear()
+    (test,) = megatron_tests.tests_of(written(tmp_path / "table.csv", lines[1]), tmp_path)
+    for anew in (True, False):  # of which no measurement ran as it is
+        record = megatron_tests.run_test(test, tmp_path, tmp_path, 1.0, False, anew)
+    assert captured == [(*test.arguments, "--attention-backend", "flash")] and record["capture_cpu_s"] == 1.0
 
 
 @pytest.mark.parametrize(

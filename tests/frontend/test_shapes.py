@@ -210,3 +210,19 @@ def test_gradients_pass_through_remembered_results(mode: FakeTensorMode) -> None
             assert version == 2
             assert x.grad is not None and weight.grad is not None
             assert (x.grad.shape, weight.grad.shape) == ((4, 8), (8, 8))
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (0,)])
+def test_what_is_filled_is_given_back_and_takes_the_shape_of_the_result(
+    shape: tuple[int, ...], mode: FakeTensorMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    shapes, ask = Shapes(mode), mode.dispatch
+    monkeypatch.setattr(
+        mode, "dispatch", lambda func, *rest, **named: asked.append(func) or ask(func, *rest, **named)
+    )
+    for times in (1, 1 if shape == (4, 8) else 2):
+        out = fake(*shape)
+        assert shapes.call(ATEN.exp.out, (fake(4, 8),), {"out": out}) is out
+        assert out.shape == (4, 8)
+        assert asked.count(ATEN.exp.out) == times

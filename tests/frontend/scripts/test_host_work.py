@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -257,6 +257,58 @@ def test_what_is_compiled_counts_as_one_call() -> None:
     outer()
     assert seen == [1, 1, 2, 2, 0, 0]
     assert counter.muted == 0
+
+
+class Pair(NamedTuple):
+    one: int
+    two: int
+
+
+def test_code_that_python_writes_is_of_who_calls_it() -> None:
+    """Functions of dataclasses and of named tuples are in no file: the capture makes some, and scripts do."""
+
+    def instructions(work: Callable[[], object]) -> int:
+        counter = WorkCounter()
+        counter.begin()
+        try:
+            work()
+        finally:
+            counter.end()
+        return counter.take()[0]
+
+    one, number = HostWork(instructions=1), 1
+    assert instructions(lambda: one + one) == instructions(lambda: number + number)
+    assert instructions(lambda: Pair(1, 2)) > instructions(lambda: max(1, 2))
+
+
+def test_work_is_counted_from_where_the_capture_is_left() -> None:
+    """The capture's own code is not traced; frames of the script around it, and those behind it, are."""
+
+    def of_script() -> int:
+        return sum(n * n for n in range(10))
+
+    counts = []
+    for times in (0, 3):
+        counter = WorkCounter()
+        counter.begin()
+        try:
+            of_script()
+            for _ in range(times):
+                counter.enter()
+                of_script()
+                with counter.aside():
+                    of_script()
+                counter.leave()
+            of_script()
+        finally:
+            counter.end()
+        counts.append(counter.take()[0])
+    none, three = counts
+    alone = WorkCounter()
+    alone.begin()
+    of_script()
+    alone.end()
+    assert three - none < alone.take()[0] < none / 1.5
 
 
 HOOKED = """
