@@ -216,11 +216,23 @@ def gemm_seconds(
     moved = b * ((m * k + k * n) * model.element_bytes + m * n * out_bytes)
     seconds = physical_seconds(model, sheet, b, m, n, k, moved, quantize=quantize)
     if model.residual is not None:
-        log_factor, _ = correction(model.residual, [b * m, n, k])
+        log_factor, _ = correction(model.residual, correction_sizes(model, b, m, n, k), fades=False)
         seconds = seconds * np.exp(log_factor)
     peak = sheet.peak_flops_per_s[model.peak]
     compulsory = np.maximum(0.0, moved - sheet.l2_bytes) / sheet.memory_bandwidth_bytes_per_s
     return np.maximum(seconds, np.maximum(2.0 * b * m * n * k / peak, compulsory))
+
+
+def correction_sizes(
+    model: GemmModel, b: FloatArray, m: FloatArray, n: FloatArray, k: FloatArray
+) -> list[FloatArray]:
+    """What the correction depends on: all rows of a batch, columns and depth; fewer rows than a tile's fill one."""
+    return [b * np.maximum(m, tile_rows(model)), n, k]
+
+
+def tile_rows(model: GemmModel) -> float:
+    """Rows of the least tile, which fewer rows fill all the same."""
+    return float(min(rows for rows, _ in model.tiles))
 
 
 def physical_seconds(
@@ -413,7 +425,7 @@ def grouped_seconds(
     moved = count * ((m * k + k * n) * model.element_bytes + m * n * max(2.0, model.element_bytes))
     seconds = physical_seconds(model, sheet, count, m, n, k, moved, quantize=False)
     if with_residual and model.residual is not None:
-        log_factor, _ = correction(model.residual, [m, n, k])
+        log_factor, _ = correction(model.residual, [m, n, k], fades=False)
         seconds = seconds * np.exp(log_factor)
     peak = sheet.peak_flops_per_s[model.peak]
     return np.maximum(seconds, 2.0 * count * m * n * k / peak)
