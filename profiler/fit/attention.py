@@ -304,7 +304,7 @@ def _fit_residual(model: AttentionModel, kernel: AttentionPass, sheet: Datasheet
 
 
 def _may_fall(kernel: AttentionPass, sheet: Datasheet, knots: Sequence[Sequence[float]]) -> FloatArray:
-    """By how much a correction may fall (`grid.may_fall`), of a kernel without one and sizes of `correction_sizes`."""
+    """By how much a correction over `correction_sizes` may fall (`grid.may_fall`), of a kernel that has none."""
     # Below the first knot of keys and widths the correction stays, and the time has to grow there as well.
     wider = [knots[0], [LEAST_KEYS, *knots[1]], [LEAST_WIDTH, *knots[2]]]
     fine = [finely(axis) for axis in wider]
@@ -315,12 +315,12 @@ def _may_fall(kernel: AttentionPass, sheet: Datasheet, knots: Sequence[Sequence[
     kernel = msgspec.structs.replace(kernel, wave_rounding=0.0)
     # Of a narrow head less traffic adds to the time than of the width that it is padded to.
     still = msgspec.structs.replace(kernel, query_traffic=0.0, kv_traffic=0.0)
-    times = []
+    times: list[FloatArray] = []
     for causal in (False, True):
         one = tiling_of(model, kernel, attention_shape(1.0, 1.0, keys, width), causal=causal)
         shape = attention_shape(1.0, whole * one.swept / one.seen / one.tiles, keys, width)
-        for moves in (kernel, still):
-            times.append(np.log(pass_seconds(model, moves, sheet, shape, causal=causal)))
+        each = (pass_seconds(model, moves, sheet, shape, causal=causal) for moves in (kernel, still))
+        times.extend(np.log(seconds) for seconds in each)
     return may_fall(knots, (whole, keys, width), times)
 
 

@@ -16,7 +16,7 @@ two, are not fitted. They still judge the fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -34,8 +34,8 @@ from echograph.profiler.costs.device import (
     as_floats,
 )
 from echograph.profiler.costs.gemm import accumulate_seconds, group_sizes, grouped_seconds
-from echograph.profiler.fit.gemm import GROUP, NK_KNOTS, STAGES, product_falls, start, unpack
-from echograph.profiler.fit.grid import fit_grid
+from echograph.profiler.fit.gemm import GROUP, NK_KNOTS, STAGES, falls_of, start, unpack
+from echograph.profiler.fit.grid import fit_grid, limited
 from echograph.profiler.fit.regression import (
     disagreement,
     held_out,
@@ -231,10 +231,6 @@ def _fit_residual(model: GemmModel, sheet: Datasheet, rows: ExpertLayers, around
     """What the rows say of the products beyond the physical model, each as far as it makes the layer's time."""
     whole = _layer(model, sheet, rows, around)
     products, knots = _products(rows), (ROW_KNOTS, NK_KNOTS, NK_KNOTS)
-
-    def of_experts(count: float) -> Callable[[FloatArray, FloatArray, FloatArray], FloatArray]:
-        return lambda m, n, k: grouped_seconds(model, sheet, *as_floats(count, m, n, k))
-
     return fit_grid(
         knots,
         [(sizes[1:], grouped_seconds(model, sheet, *sizes) / whole) for sizes in products],
@@ -242,8 +238,25 @@ def _fit_residual(model: GemmModel, sheet: Datasheet, rows: ExpertLayers, around
         weights(rows.seconds),
         smoothness=SMOOTHNESS,
         ridge=RIDGE,
-        falls=product_falls(knots, [of_experts(count) for count in COUNTS]),
+        falls=_falls(model, sheet, knots),
     )
+
+
+def _falls(model: GemmModel, sheet: Datasheet, knots: Sequence[Sequence[float]]) -> FloatArray:
+    """By how much the correction of a group may fall (`grid.may_fall`), of few experts and of many."""
+
+    def group_of(count: float) -> Callable[[FloatArray, FloatArray, FloatArray], FloatArray]:
+        return lambda m, n, k: grouped_seconds(model, sheet, *as_floats(count, m, n, k))
+
+    return falls_of(knots, [group_of(count) for count in COUNTS])
+
+
+def lent_group(model: GemmModel, sheet: Datasheet, label: Label) -> GemmModel:
+    """A group's model on another datasheet, whose correction falls by no more than the formula grows there."""
+    grid = model.residual
+    if grid is not None:
+        grid = limited(grid, _falls(msgspec.structs.replace(model, residual=None), sheet, grid.knots))
+    return msgspec.structs.replace(model, label=label, residual=grid)
 
 
 def _removed(around: FloatArray) -> str:

@@ -44,7 +44,7 @@ from echograph.profiler.costs.gemm import (
     physical_seconds,
     tile_rows,
 )
-from echograph.profiler.fit.grid import finely, fit_grid, may_fall
+from echograph.profiler.fit.grid import finely, fit_grid, limited, may_fall
 from echograph.profiler.fit.regression import (
     held_out,
     judged,
@@ -248,17 +248,6 @@ def _fit_residual(model: GemmModel, sheet: Datasheet, rows: Products) -> Grid:
     error = np.log(rows.seconds / physical_seconds(model, sheet, *rows.shape(), moved))
     batched = bool(np.any(rows.batch > 1))
     knots = (BATCHED_KNOTS, NARROW_KNOTS, NARROW_KNOTS) if batched else (M_KNOTS, NK_KNOTS, NK_KNOTS)
-
-    def one(m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
-        return seconds_of(np.ones_like(m), m, n, k)
-
-    def of_one_row(m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
-        return seconds_of(np.maximum(1.0, m / tile_rows(model)), np.ones_like(m), n, k)
-
-    def seconds_of(b: FloatArray, m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
-        some = Products(batch=b, m=m, n=n, k=k, seconds=m)
-        return physical_seconds(model, sheet, *some.shape(), _moved(some, model.element_bytes))
-
     return fit_grid(
         knots,
         [(correction_sizes(model, *rows.shape()), 1.0)],
@@ -266,24 +255,48 @@ def _fit_residual(model: GemmModel, sheet: Datasheet, rows: Products) -> Grid:
         weights(rows.seconds),
         smoothness=SMOOTHNESS,
         ridge=RIDGE,
-        falls=product_falls(knots, [one, of_one_row]),
+        falls=product_falls(model, sheet, knots),
     )
 
 
-def product_falls(
-    knots: Sequence[Sequence[float]], models: Sequence[Callable[[FloatArray, FloatArray, FloatArray], FloatArray]]
+def product_falls(model: GemmModel, sheet: Datasheet, knots: Sequence[Sequence[float]]) -> FloatArray:
+    """By how much the correction of products may fall (`grid.may_fall`): alone, and in batches of one row each."""
+
+    def seconds_of(b: FloatArray, m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
+        some = Products(batch=b, m=m, n=n, k=k, seconds=m)
+        return physical_seconds(model, sheet, *some.shape(), _moved(some, model.element_bytes))
+
+    def alone(m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
+        return seconds_of(np.ones_like(m), m, n, k)
+
+    def row_by_row(m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
+        return seconds_of(np.maximum(1.0, m / tile_rows(model)), np.ones_like(m), n, k)
+
+    return falls_of(knots, [alone, row_by_row])
+
+
+def falls_of(
+    knots: Sequence[Sequence[float]], times: Sequence[Callable[[FloatArray, FloatArray, FloatArray], FloatArray]]
 ) -> FloatArray:
     """By how much a correction over rows, columns and depth may fall (`grid.may_fall`).
 
     Args:
         knots: of the grid along each axis.
-        models: seconds of products without a correction, which all have to grow with it.
+        times: seconds of products without a correction, which all have to grow with it.
     """
     # Below the first knots the correction stays, and the time has to grow there as well.
     sizes = np.meshgrid(*(finely([1.0, *axis]) for axis in knots), indexing="ij")
     # All at once would take gigabytes: a plane has as many candidates as there are tiles times slices.
     planes = list(zip(*sizes, strict=True))
-    return may_fall(knots, sizes, [np.log(np.stack([of(*plane) for plane in planes])) for of in models])
+    return may_fall(knots, sizes, [np.log(np.stack([seconds(*plane) for plane in planes])) for seconds in times])
+
+
+def lent(model: GemmModel, sheet: Datasheet, label: Label) -> GemmModel:
+    """A model on another device's datasheet, whose correction falls by no more than the formula grows there."""
+    grid = model.residual
+    if grid is not None:
+        grid = limited(grid, product_falls(msgspec.structs.replace(model, residual=None), sheet, grid.knots))
+    return msgspec.structs.replace(model, label=label, residual=grid)
 
 
 def start(tiles: tuple[tuple[int, int], ...], fp8: bool) -> FloatArray:

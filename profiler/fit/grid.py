@@ -1,8 +1,8 @@
 """Fits the correction of a physical model: a coarse grid over three logs of sizes, by ridge regression.
 
-A correction is what a table says beyond its model, and that may be anything; a search follows a time that falls as
-the work grows. So a correction may be fitted under the condition that it falls from knot to knot by no more than the
-model without it grows there (`may_fall`).
+A correction is what a table says beyond its model, and that may be anything; a search follows a time that falls
+as the work grows. So a correction may be fitted under the condition that it falls from knot to knot by no more
+than the model without it grows there (`may_fall`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def fit_grid(
     every = np.tile(np.arange(rows), 8)
     designs = []
     for sizes, share in parts:
-        flat, near, _ = corners(knots, sizes)
+        flat, near = corners(knots, sizes)
         designs.append(sparse.csr_matrix(((near * share).ravel(), (every, flat.ravel())), shape=(rows, count)))
     design = reduce(add, designs)
     start, end, price = _neighbours(knots, shape)
@@ -86,9 +86,7 @@ def fit_grid(
         else:
             values = spsolve(normal, pulled)
         trust = weight / np.sqrt(1.0 + ((error - design @ values) / OUTLIER) ** 2)
-    limited = np.clip(np.rint(values * 1000.0), -LIMIT * 1000.0, LIMIT * 1000.0)
-    first, second, third = ([float(v) for v in axis] for axis in knots)
-    return Grid(knots=(first, second, third), permille=limited.astype(int).tolist())
+    return _rounded(knots, values)
 
 
 def _growing(
@@ -129,6 +127,20 @@ def _growing(
     return np.asarray(solve_triangular(lower, free + move, lower=True, trans=1))
 
 
+def limited(grid: Grid, falls: FloatArray) -> Grid:
+    """The nearest grid that falls from knot to knot by no more than it may."""
+    values = np.asarray(grid.permille) / 1000.0
+    start, end, _ = _neighbours(grid.knots, tuple(len(axis) for axis in grid.knots))
+    return _rounded(grid.knots, _growing(np.eye(len(values)), values, end, start, -falls))
+
+
+def _rounded(knots: Sequence[Sequence[float]], values: FloatArray) -> Grid:
+    """A correction in whole permille, which leaves every condition in whole permille as it is."""
+    permille = np.clip(np.rint(values * 1000.0), -LIMIT * 1000.0, LIMIT * 1000.0)
+    first, second, third = ([float(v) for v in axis] for axis in knots)
+    return Grid(knots=(first, second, third), permille=permille.astype(int).tolist())
+
+
 def _neighbours(
     knots: Sequence[Sequence[float]], shape: tuple[int, ...]
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], FloatArray]:
@@ -156,8 +168,8 @@ def may_fall(
 ) -> FloatArray:
     """By how much a correction may lie below that of the next smaller size, so that the time still grows.
 
-    What a model says of a size counts as no more than what it says of any larger one, as of a head dim whose kernel
-    is slower than the next (measured).
+    What a model says of a size counts as no more than what it says of any larger one, as of a head dim whose
+    kernel is slower than the next (measured).
 
     Args:
         knots: of the grid along each axis.
