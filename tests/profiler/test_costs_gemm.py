@@ -78,7 +78,7 @@ def fall(seconds: Callable[..., FloatArray], sizes: tuple[FloatArray, ...]) -> t
 @pytest.mark.parametrize("name", device_names())
 def test_a_product_that_is_more_takes_no_less_time(name: str) -> None:
     device = load_device(name)
-    *sizes, batch = many_sizes(600)
+    m, n, k, batch = many_sizes(600)
     for dtype in device.gemm:
 
         def seconds(
@@ -86,17 +86,17 @@ def test_a_product_that_is_more_takes_no_less_time(name: str) -> None:
         ) -> FloatArray:
             return np.asarray(gemm(device, m, n, k, batch=batch, dtype=dtype, padded=True).seconds)
 
-        twice, little = fall(seconds, tuple(sizes))
+        twice, little = fall(seconds, (m, n, k))
         assert twice >= TWICE, dtype
         assert little >= LITTLE_MORE, dtype
-        assert min(fall(partial(seconds, batch=batch), tuple(sizes))) >= BATCHES, dtype
-        assert np.all(seconds(*sizes, batch=batch + 1) >= BATCHES * seconds(*sizes, batch=batch)), dtype
+        assert min(fall(partial(seconds, batch=batch), (m, n, k))) >= BATCHES, dtype
+        assert np.all(seconds(m, n, k, batch=batch + 1) >= BATCHES * seconds(m, n, k, batch=batch)), dtype
 
 
 @pytest.mark.parametrize("name", [name for name in device_names() if load_device(name).grouped.products])
 def test_a_group_that_is_more_takes_no_less_time(name: str) -> None:
     device = load_device(name)
-    *sizes, count = many_sizes(600)
+    m, n, k, count = many_sizes(600)
     for dtype, model in device.grouped.products.items():
 
         def seconds(
@@ -104,10 +104,10 @@ def test_a_group_that_is_more_takes_no_less_time(name: str) -> None:
         ) -> FloatArray:
             return grouped_seconds(model, device.datasheet, count, m, n, k)
 
-        twice, little = fall(seconds, tuple(sizes))
+        twice, little = fall(seconds, (m, n, k))
         assert twice >= TWICE, dtype
         assert little >= LITTLE_MORE, dtype
-        assert np.all(seconds(*sizes, count=count + 1) >= seconds(*sizes)), dtype
+        assert np.all(seconds(m, n, k, count=count + 1) >= seconds(m, n, k)), dtype
 
 
 def test_arrays_and_scalars_agree() -> None:
