@@ -289,7 +289,7 @@ def pass_seconds(
     seconds = kernel.launch_s + scale * (busy + _traffic_seconds(kernel, sheet, shape))
     if kernel.residual is not None:
         sizes = correction_sizes(kernel, sheet, tiling, causal)
-        seconds = seconds * np.exp(correction(kernel.residual, sizes, fades=False)[0])
+        seconds = seconds * np.exp(correction(kernel.residual, sizes))
     return np.maximum(seconds, _floor_seconds(sheet, shape, peak, flops_per_pair, causal))
 
 

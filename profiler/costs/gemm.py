@@ -13,9 +13,10 @@ A kernel cuts C into tiles of tm x tn, optionally cuts k into s slices, and deal
     seconds   = launch + (compute^p + memory^p)^(1/p)                            p: overlap_power
 
 then times what the measurements say beyond that: a correction on a coarse grid of log shapes, the layout,
-alignment, and what batches of products take that are narrower than those of the tables (attention's). Accumulation
-into fp32 adds the share of its traffic that nothing hides. The library is assumed to choose the best tile, as
-cuBLAS nearly does.
+alignment, and what batches of products take that are narrower than those of the tables (attention's). From knot to
+knot the correction falls by no more than these equations grow, and beyond the grid it stays what it is at the
+border, so that more work takes no less time. Accumulation into fp32 adds the share of its traffic that nothing
+hides. The library is assumed to choose the best tile, as cuBLAS nearly does.
 
 A convolution is the implicit matrix product that the library runs: analytical, never fitted.
 """
@@ -45,30 +46,26 @@ from echograph.profiler.costs.device import (
 LIMIT = 0.25
 """No correction moves a time by more than this (natural log)."""
 
-FADE_OCTAVES = 2.0
-"""Outside the knots the correction falls by e every this many octaves."""
-
 
 def corners(
     knots: Sequence[Sequence[float]], sizes: Sequence[FloatArray]
-) -> tuple[npt.NDArray[np.intp], FloatArray, FloatArray]:
-    """The eight knots around each point.
+) -> tuple[npt.NDArray[np.intp], FloatArray]:
+    """The eight knots around each point; one outside counts as at the border.
 
     Args:
         knots: increasing sizes along each of the three axes.
         sizes: three arrays of shape [points].
 
     Returns:
-        Flat knot indices [8, points], their weights [8, points], and octaves outside the knots [points].
+        Flat knot indices [8, points], and their weights [8, points].
     """
-    low, weight, outside = [], [], []
+    low, weight = [], []
     for axis, size in zip(knots, sizes, strict=True):
         log_axis, log_size = np.log2(axis), np.log2(size)
         index = np.clip(np.searchsorted(log_axis, log_size, side="right") - 1, 0, len(axis) - 2)
         part = (log_size - log_axis[index]) / (log_axis[index + 1] - log_axis[index])
         low.append(index)
         weight.append(np.clip(part, 0.0, 1.0))
-        outside.append(np.maximum(0.0, np.maximum(log_axis[0] - log_size, log_size - log_axis[-1])))
     flat, weights = [], []
     for bits in itertools.product((0, 1), repeat=3):
         corner = [index + bit for bit, index in zip(bits, low, strict=True)]
@@ -76,15 +73,14 @@ def corners(
         weights.append(
             np.prod([part if bit else 1.0 - part for bit, part in zip(bits, weight, strict=True)], axis=0)
         )
-    return np.stack(flat), np.stack(weights), np.sum(outside, axis=0)
+    return np.stack(flat), np.stack(weights)
 
 
-def correction(grid: Grid, sizes: Sequence[FloatArray], *, fades: bool = True) -> tuple[FloatArray, FloatArray]:
-    """The correction of log time at each point, and how far to trust it (1 inside, falling to 0 if it fades)."""
-    flat, weights, outside = corners(grid.knots, sizes)
+def correction(grid: Grid, sizes: Sequence[FloatArray]) -> FloatArray:
+    """The correction of log time at each point; outside the knots it stays what it is at the border."""
+    flat, near = corners(grid.knots, sizes)
     values = np.asarray(grid.permille, dtype=np.float64)[flat] / 1000.0
-    trust = np.exp(-outside / FADE_OCTAVES) if fades else np.ones(outside.shape)
-    return np.clip((values * weights).sum(axis=0), -LIMIT, LIMIT) * trust, trust
+    return np.asarray(np.clip((values * near).sum(axis=0), -LIMIT, LIMIT))
 
 
 DTYPES = {
@@ -216,11 +212,22 @@ def gemm_seconds(
     moved = b * ((m * k + k * n) * model.element_bytes + m * n * out_bytes)
     seconds = physical_seconds(model, sheet, b, m, n, k, moved, quantize=quantize)
     if model.residual is not None:
-        log_factor, _ = correction(model.residual, [b * m, n, k])
-        seconds = seconds * np.exp(log_factor)
+        seconds = seconds * np.exp(correction(model.residual, correction_sizes(model, b, m, n, k)))
     peak = sheet.peak_flops_per_s[model.peak]
     compulsory = np.maximum(0.0, moved - sheet.l2_bytes) / sheet.memory_bandwidth_bytes_per_s
     return np.maximum(seconds, np.maximum(2.0 * b * m * n * k / peak, compulsory))
+
+
+def correction_sizes(
+    model: GemmModel, b: FloatArray, m: FloatArray, n: FloatArray, k: FloatArray
+) -> list[FloatArray]:
+    """What the correction depends on: a batch's rows (fewer than a tile's fill one), columns and depth."""
+    return [b * np.maximum(m, tile_rows(model)), n, k]
+
+
+def tile_rows(model: GemmModel) -> float:
+    """Rows of the least tile, which fewer rows fill all the same."""
+    return float(min(rows for rows, _ in model.tiles))
 
 
 def physical_seconds(
@@ -413,8 +420,7 @@ def grouped_seconds(
     moved = count * ((m * k + k * n) * model.element_bytes + m * n * max(2.0, model.element_bytes))
     seconds = physical_seconds(model, sheet, count, m, n, k, moved, quantize=False)
     if with_residual and model.residual is not None:
-        log_factor, _ = correction(model.residual, [m, n, k])
-        seconds = seconds * np.exp(log_factor)
+        seconds = seconds * np.exp(correction(model.residual, [m, n, k]))
     peak = sheet.peak_flops_per_s[model.peak]
     return np.maximum(seconds, 2.0 * count * m * n * k / peak)
 

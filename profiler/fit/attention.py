@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -33,7 +32,8 @@ from echograph.profiler.costs.device import (
     Label,
 )
 from echograph.profiler.fit.facts import RowChoice, device_facts
-from echograph.profiler.fit.gemm import MOST_THROTTLE, RIDGE, SMOOTHNESS, fit_grid
+from echograph.profiler.fit.gemm import MOST_THROTTLE, RIDGE, SMOOTHNESS
+from echograph.profiler.fit.grid import finely, fit_grid, may_fall
 from echograph.profiler.fit.regression import (
     disagreement,
     held_out,
@@ -88,12 +88,6 @@ MOST_EDGE = 100.0
 
 LEAST_KEYS, LEAST_WIDTH = 1, 16
 """Below the knots of a correction: the least of each that a pass has."""
-
-BETWEEN = 4
-"""Steps between two knots of a correction at which the growth of the time without it is looked at."""
-
-KEPT_GROWTH = 0.95
-"""Of that growth a correction may take back so much; the rest is left for what lies between the steps."""
 
 CHART_LAUNCH_S = 5e-6
 """Launch and drain of a chart's kernel: its rates, at milliseconds a kernel, do not show it."""
@@ -305,30 +299,15 @@ def _fit_residual(model: AttentionModel, kernel: AttentionPass, sheet: Datasheet
         weights(rows.seconds),
         smoothness=SMOOTHNESS,
         ridge=RIDGE,
-        may_fall=may_fall(kernel, sheet, knots),
+        falls=_may_fall(kernel, sheet, knots),
     )
 
 
-def may_fall(kernel: AttentionPass, sheet: Datasheet, knots: Sequence[Sequence[float]]) -> FloatArray:
-    """By how much a correction may lie below that of the next smaller size, so that the time still grows.
-
-    Sizes are those of `correction_sizes`. What the model says of a size counts as no more than what it says of any
-    larger one, as of a head dim whose kernel is slower than the next (measured).
-
-    Args:
-        kernel: without a correction.
-        sheet: the device's datasheet.
-        knots: of the grid along each axis.
-
-    Returns:
-        Of log time, in whole permille, for neighbours in the order of `fit_grid`.
-    """
+def _may_fall(kernel: AttentionPass, sheet: Datasheet, knots: Sequence[Sequence[float]]) -> FloatArray:
+    """By how much a correction over `correction_sizes` may fall (`grid.may_fall`), of a kernel that has none."""
     # Below the first knot of keys and widths the correction stays, and the time has to grow there as well.
     wider = [knots[0], [LEAST_KEYS, *knots[1]], [LEAST_WIDTH, *knots[2]]]
-    fine = [
-        np.concatenate([*(np.geomspace(*pair, BETWEEN, endpoint=False) for pair in pairwise(axis)), [axis[-1]]])
-        for axis in wider
-    ]
+    fine = [finely(axis) for axis in wider]
     whole, keys, width = np.meshgrid(*fine, indexing="ij")
     keys = np.ceil(keys / kernel.key_tile) * kernel.key_tile
     model = AttentionModel(peak="bf16", padded_head_dims=fine[2].tolist(), forward=kernel)
@@ -336,32 +315,13 @@ def may_fall(kernel: AttentionPass, sheet: Datasheet, knots: Sequence[Sequence[f
     kernel = msgspec.structs.replace(kernel, wave_rounding=0.0)
     # Of a narrow head less traffic adds to the time than of the width that it is padded to.
     still = msgspec.structs.replace(kernel, query_traffic=0.0, kv_traffic=0.0)
-    found = []
+    times: list[FloatArray] = []
     for causal in (False, True):
         one = tiling_of(model, kernel, attention_shape(1.0, 1.0, keys, width), causal=causal)
         shape = attention_shape(1.0, whole * one.swept / one.seen / one.tiles, keys, width)
-        for moves in (kernel, still):
-            log_s = np.log(pass_seconds(model, moves, sheet, shape, causal=causal))
-            sizes = enumerate((whole, keys, width))
-            found.append(np.concatenate([_least_growth(log_s, np.log2(size), axis) for axis, size in sizes]))
-    return np.asarray(np.floor(KEPT_GROWTH * np.min(found, axis=0) * 1000.0) / 1000.0)
-
-
-def _least_growth(log_s: FloatArray, octaves: FloatArray, axis: int) -> FloatArray:
-    """By how much log times grow between neighbours along an axis, at the least rate in the cells around them."""
-    least = np.flip(np.minimum.accumulate(np.flip(log_s, axis), axis), axis)
-    more, wide = np.diff(least, axis=axis), np.diff(octaves, axis=axis)
-    # Keys that fill no step of the kernel are as many as before.
-    rate = np.divide(more, wide, out=np.full(more.shape, np.inf), where=wide > 0)
-    for along, points in enumerate(log_s.shape):
-        # Along the axis itself the step below tells of a time that begins to grow within the first.
-        knots = range(0, points - (along == axis), BETWEEN)
-        below, above = (1, BETWEEN) if along == axis else (BETWEEN, BETWEEN + 1)
-        cells = [range(max(0, at - below), min(rate.shape[along], at + above)) for at in knots]
-        rate = np.stack([np.take(rate, cell, along).min(axis=along) for cell in cells], axis=along)
-    at_knots = tuple(slice(None, None, BETWEEN) for _ in log_s.shape)
-    inside = (slice(None), slice(1, None), slice(1, None))
-    return np.asarray(rate[inside] * np.diff(octaves[at_knots], axis=axis)[inside]).ravel()
+        each = (pass_seconds(model, moves, sheet, shape, causal=causal) for moves in (kernel, still))
+        times.extend(np.log(seconds) for seconds in each)
+    return may_fall(knots, (whole, keys, width), times)
 
 
 def chart_rows(table: KernelTable, kernel: str, op: str) -> KernelTable:

@@ -38,7 +38,7 @@ from echograph.profiler.costs.device import (
 from echograph.profiler.costs.gemm import DTYPES, STAND_IN
 from echograph.profiler.costs.power import PACED_OF_PRODUCTS, volts
 from echograph.profiler.fit.attention import fit_attention
-from echograph.profiler.fit.experts import fit_experts, fit_passes, layers_of_library
+from echograph.profiler.fit.experts import fit_experts, fit_passes, layers_of_library, lent_group
 from echograph.profiler.fit.facts import (
     DATASHEETS,
     DeviceFacts,
@@ -54,6 +54,7 @@ from echograph.profiler.fit.gemm import (
     fit_gemm,
     fit_grouped,
     fit_layouts,
+    lent,
     log_ratio,
     sustained_slowdown,
 )
@@ -111,21 +112,21 @@ def borrow_gemm(
     own: dict[str, GemmModel], relative: DeviceProfile | None, facts: DeviceFacts
 ) -> dict[str, GemmModel]:
     """A model for every peak of the datasheet: its own, else a relative's, else another dtype's."""
-    lent = relative.gemm if relative is not None else {}
+    theirs = relative.gemm if relative is not None else {}
     name = facts.relative
     models: dict[str, GemmModel] = {}
     same = [dtype for dtype, units in SAME_UNITS.items() if units in facts.peak_TFLOPs]
-    for dtype in (*facts.peak_TFLOPs, *(dtype for dtype in same if dtype in own or dtype in lent)):
+    for dtype in (*facts.peak_TFLOPs, *(dtype for dtype in same if dtype in own or dtype in theirs)):
         if dtype in own:
             models[dtype] = own[dtype]
         elif dtype == "tf32" and "bf16" in own:
             models[dtype] = derive(own["bf16"], dtype, f"assumed: bf16's model at the {dtype} peak")
-        elif dtype in lent:
-            models[dtype] = msgspec.structs.replace(lent[dtype], label=scaled_label(f"scaled from {name}"))
+        elif dtype in theirs:
+            models[dtype] = lent(theirs[dtype], facts.datasheet(), scaled_label(f"scaled from {name}"))
         elif "bf16" in own:
             models[dtype] = derive(own["bf16"], dtype, f"assumed: bf16's model at the {dtype} peak")
-        elif "bf16" in lent:
-            models[dtype] = derive(lent["bf16"], dtype, f"scaled from {name}: bf16's model at the {dtype} peak")
+        elif "bf16" in theirs:
+            models[dtype] = derive(theirs["bf16"], dtype, f"scaled from {name}: bf16's model at the {dtype} peak")
     if {"bf16", "tf32"} <= models.keys():
         layouts = models["bf16"].transposed_scale | TF32_LAYOUTS.get(facts.architecture, {})
         models["tf32"] = msgspec.structs.replace(models["tf32"], transposed_scale=layouts)
@@ -300,8 +301,10 @@ def _lent_products(relative: DeviceProfile | None, facts: DeviceFacts) -> dict[s
     models = {dtype: relative.gemm[dtype] for dtype in facts.rows.lent}
     label = scaled_label(f"scaled from {facts.relative}")
     return {
-        dtype: msgspec.structs.replace(
-            model, label=msgspec.structs.replace(label, between_libraries=model.label.between_libraries)
+        dtype: lent(
+            model,
+            facts.datasheet(),
+            msgspec.structs.replace(label, between_libraries=model.label.between_libraries),
         )
         for dtype, model in models.items()
     }
@@ -719,11 +722,10 @@ def _grouped(
 ) -> GroupedModel:
     """Passes of groups from a second source, else a relative's; groups by dtype from layers of experts."""
     model = _passes(gemm, table, facts, sheet, relative, used)
-    lent = relative.grouped.products if relative is not None else {}
     label = scaled_label(f"scaled from {facts.relative}")
     products = {
-        dtype: msgspec.structs.replace(theirs, label=label)
-        for dtype, theirs in lent.items()
+        dtype: lent_group(theirs, sheet, label)
+        for dtype, theirs in (relative.grouped.products if relative is not None else {}).items()
         if theirs.peak in facts.peak_TFLOPs
     }
     for dtype in ("bf16", "fp8", "fp8_block", "nvfp4"):

@@ -16,6 +16,7 @@ two, are not fitted. They still judge the fit.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -33,7 +34,8 @@ from echograph.profiler.costs.device import (
     as_floats,
 )
 from echograph.profiler.costs.gemm import accumulate_seconds, group_sizes, grouped_seconds
-from echograph.profiler.fit.gemm import GROUP, NK_KNOTS, STAGES, fit_grid, start, unpack
+from echograph.profiler.fit.gemm import GROUP, NK_KNOTS, STAGES, falls_of, start, unpack
+from echograph.profiler.fit.grid import fit_grid, limited
 from echograph.profiler.fit.regression import (
     disagreement,
     held_out,
@@ -50,6 +52,8 @@ KERNELS = ("moe_torch_flow_cutlass", "deepgemm")
 none; both are what training has. Of the newest version; its distance from the others is in the spread."""
 TILES = ((256, 128), (128, 256), (128, 128), (64, 128), (64, 64))
 ROW_KNOTS = tuple(2.0**power for power in range(3, 14))
+COUNTS = (1.0, 8.0, 64.0, 512.0)
+"""Experts of a rank: of as many each the time has to grow with their sizes."""
 FEW = 3000
 SMOOTHNESS, RIDGE = 0.03, 0.01
 """Of the correction, chosen by folds of the rows that are fitted."""
@@ -226,15 +230,33 @@ def _layer(model: GemmModel, sheet: Datasheet, rows: ExpertLayers, around: Float
 def _fit_residual(model: GemmModel, sheet: Datasheet, rows: ExpertLayers, around: FloatArray) -> Grid:
     """What the rows say of the products beyond the physical model, each as far as it makes the layer's time."""
     whole = _layer(model, sheet, rows, around)
-    products = _products(rows)
+    products, knots = _products(rows), (ROW_KNOTS, NK_KNOTS, NK_KNOTS)
     return fit_grid(
-        (ROW_KNOTS, NK_KNOTS, NK_KNOTS),
+        knots,
         [(sizes[1:], grouped_seconds(model, sheet, *sizes) / whole) for sizes in products],
         np.log(rows.seconds / whole),
         weights(rows.seconds),
         smoothness=SMOOTHNESS,
         ridge=RIDGE,
+        falls=_falls(model, sheet, knots),
     )
+
+
+def _falls(model: GemmModel, sheet: Datasheet, knots: Sequence[Sequence[float]]) -> FloatArray:
+    """By how much the correction of a group may fall (`grid.may_fall`), of few experts and of many."""
+
+    def group_of(count: float) -> Callable[[FloatArray, FloatArray, FloatArray], FloatArray]:
+        return lambda m, n, k: grouped_seconds(model, sheet, *as_floats(count, m, n, k))
+
+    return falls_of(knots, [group_of(count) for count in COUNTS])
+
+
+def lent_group(model: GemmModel, sheet: Datasheet, label: Label) -> GemmModel:
+    """A group's model on another datasheet, whose correction falls by no more than the formula grows there."""
+    grid = model.residual
+    if grid is not None:
+        grid = limited(grid, _falls(msgspec.structs.replace(model, residual=None), sheet, grid.knots))
+    return msgspec.structs.replace(model, label=label, residual=grid)
 
 
 def _removed(around: FloatArray) -> str:

@@ -16,16 +16,13 @@ from the table's (another board, other power limits), so only ratios within it a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from echograph.errors import MissingExtraError
 from echograph.profiler.costs.device import (
     Alignment,
     Datasheet,
@@ -39,16 +36,16 @@ from echograph.profiler.costs.device import (
     Quantize,
 )
 from echograph.profiler.costs.gemm import (
-    LIMIT,
     accumulate_seconds,
     accumulator_traffic,
-    corners,
+    correction_sizes,
     gemm_seconds,
     narrowness,
     physical_seconds,
+    tile_rows,
 )
+from echograph.profiler.fit.grid import finely, fit_grid, limited, may_fall
 from echograph.profiler.fit.regression import (
-    OUTLIER,
     held_out,
     judged,
     logit,
@@ -61,115 +58,6 @@ from echograph.profiler.fit.regression import (
     weights,
 )
 from echograph.profiler.fit.table import KernelTable
-
-GRID_PASSES = 4
-
-
-def fit_grid(
-    knots: Sequence[Sequence[float]],
-    parts: Sequence[tuple[Sequence[FloatArray], float | FloatArray]],
-    error: FloatArray,
-    weight: FloatArray,
-    *,
-    smoothness: float,
-    ridge: float,
-    may_fall: FloatArray | None = None,
-) -> Grid:
-    """The grid that explains log errors best, pulled to zero and to its neighbours.
-
-    Args:
-        knots: increasing sizes along each of three axes.
-        parts: of a row's time: the three sizes [rows] of what takes it, and its share of the time.
-        error: log(measured / modelled), [rows].
-        weight: trust in each row, [rows].
-        smoothness: price of a difference between neighbours, per octave.
-        ridge: price of a correction.
-        may_fall: by how much a value may lie below that of its lower neighbour (along the first axis, then the
-            second, then the third); None: by anything.
-
-    Raises:
-        MissingExtraError: scipy is not installed.
-    """
-    try:
-        import scipy.sparse as sparse
-        from scipy.sparse.linalg import spsolve
-    except ImportError as reason:
-        raise MissingExtraError("scipy", "fit", "fitting a device profile") from reason
-    shape = tuple(len(axis) for axis in knots)
-    count, rows = int(np.prod(shape)), len(error)
-    every = np.tile(np.arange(rows), 8)
-    designs = []
-    for sizes, share in parts:
-        flat, near, _ = corners(knots, sizes)
-        designs.append(sparse.csr_matrix(((near * share).ravel(), (every, flat.ravel())), shape=(rows, count)))
-    design = reduce(add, designs)
-    start, end, price = _neighbours(knots, shape)
-    pairs = np.tile(np.arange(len(start)), 2)
-    differences = sparse.csr_matrix(
-        (np.concatenate([price, -price]), (pairs, np.concatenate([start, end]))), shape=(len(start), count)
-    )
-    penalty = smoothness * differences.T @ differences + ridge * sparse.eye(count)
-    trust, values = weight.copy(), np.zeros(count)
-    for _ in range(GRID_PASSES):
-        weighted = sparse.diags(trust**2)
-        normal, pulled = (design.T @ weighted @ design + penalty).tocsc(), design.T @ (trust**2 * error)
-        if may_fall is None:
-            values = spsolve(normal, pulled)
-        else:
-            values = _growing(normal.toarray(), pulled, end, start, -may_fall)
-        trust = weight / np.sqrt(1.0 + ((error - design @ values) / OUTLIER) ** 2)
-    limited = np.clip(np.rint(values * 1000.0), -LIMIT * 1000.0, LIMIT * 1000.0)
-    first, second, third = ([float(v) for v in axis] for axis in knots)
-    return Grid(knots=(first, second, third), permille=limited.astype(int).tolist())
-
-
-def _growing(
-    normal: FloatArray,
-    pulled: FloatArray,
-    end: npt.NDArray[np.intp],
-    start: npt.NDArray[np.intp],
-    least: FloatArray,
-) -> FloatArray:
-    """Least squares under `values[end] - values[start] >= least`, exactly (Lawson and Hanson, 1974, chapter 23).
-
-    Args:
-        normal: the matrix of the normal equations, positive definite.
-        pulled: their right side.
-        end: upper knots of pairs.
-        start: lower knots of pairs.
-        least: by how much the upper is above the lower at least.
-    """
-    from scipy.linalg import cholesky, solve_triangular
-    from scipy.optimize import nnls
-
-    lower = cholesky(normal, lower=True)
-    free = solve_triangular(lower, pulled, lower=True)
-    steps = np.zeros((len(end), len(pulled)))
-    rows = np.arange(len(end))
-    steps[rows, end], steps[rows, start] = 1.0, -1.0
-    turned = solve_triangular(lower, steps.T, lower=True)
-    distance = np.vstack([turned, least - free @ turned])
-    target = np.append(np.zeros(len(pulled)), 1.0)
-    share, _ = nnls(distance, target)
-    off = distance @ share - target
-    return np.asarray(solve_triangular(lower, free - off[:-1] / off[-1], lower=True, trans=1))
-
-
-def _neighbours(
-    knots: Sequence[Sequence[float]], shape: tuple[int, ...]
-) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], FloatArray]:
-    """Flat indices of adjacent knots and the root of the price of their difference."""
-    index = np.arange(int(np.prod(shape))).reshape(shape)
-    start, end, price = [], [], []
-    for axis, values in enumerate(knots):
-        low = np.take(index, range(shape[axis] - 1), axis)
-        octaves = np.diff(np.log2(np.asarray(values, dtype=np.float64)))
-        along = octaves.reshape([-1 if a == axis else 1 for a in range(len(shape))])
-        start.append(low.ravel())
-        end.append(np.take(index, range(1, shape[axis]), axis).ravel())
-        price.append(np.broadcast_to(1.0 / np.sqrt(along), low.shape).ravel())
-    return np.concatenate(start), np.concatenate(end), np.concatenate(price)
-
 
 TILES = {
     "ampere": ((128, 256), (256, 128), (128, 128), (128, 64), (64, 128), (64, 64), (256, 64), (64, 256)),
@@ -358,14 +246,57 @@ def _moved(rows: Products, element_bytes: float) -> FloatArray:
 def _fit_residual(model: GemmModel, sheet: Datasheet, rows: Products) -> Grid:
     moved = _moved(rows, model.element_bytes)
     error = np.log(rows.seconds / physical_seconds(model, sheet, *rows.shape(), moved))
+    batched = bool(np.any(rows.batch > 1))
+    knots = (BATCHED_KNOTS, NARROW_KNOTS, NARROW_KNOTS) if batched else (M_KNOTS, NK_KNOTS, NK_KNOTS)
     return fit_grid(
-        (BATCHED_KNOTS, NARROW_KNOTS, NARROW_KNOTS) if np.any(rows.batch > 1) else (M_KNOTS, NK_KNOTS, NK_KNOTS),
-        [([rows.batch * rows.m, rows.n, rows.k], 1.0)],
+        knots,
+        [(correction_sizes(model, *rows.shape()), 1.0)],
         error,
         weights(rows.seconds),
         smoothness=SMOOTHNESS,
         ridge=RIDGE,
+        falls=product_falls(model, sheet, knots),
     )
+
+
+def product_falls(model: GemmModel, sheet: Datasheet, knots: Sequence[Sequence[float]]) -> FloatArray:
+    """By how much the correction of products may fall (`grid.may_fall`): alone, and in batches of one row each."""
+
+    def seconds_of(b: FloatArray, m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
+        some = Products(batch=b, m=m, n=n, k=k, seconds=m)
+        return physical_seconds(model, sheet, *some.shape(), _moved(some, model.element_bytes))
+
+    def alone(m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
+        return seconds_of(np.ones_like(m), m, n, k)
+
+    def row_by_row(m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
+        return seconds_of(np.maximum(1.0, m / tile_rows(model)), np.ones_like(m), n, k)
+
+    return falls_of(knots, [alone, row_by_row])
+
+
+def falls_of(
+    knots: Sequence[Sequence[float]], times: Sequence[Callable[[FloatArray, FloatArray, FloatArray], FloatArray]]
+) -> FloatArray:
+    """By how much a correction over rows, columns and depth may fall (`grid.may_fall`).
+
+    Args:
+        knots: of the grid along each axis.
+        times: seconds of products without a correction, which all have to grow with it.
+    """
+    # Below the first knots the correction stays, and the time has to grow there as well.
+    sizes = np.meshgrid(*(finely([1.0, *axis]) for axis in knots), indexing="ij")
+    # All at once would take gigabytes: a plane has as many candidates as there are tiles times slices.
+    planes = list(zip(*sizes, strict=True))
+    return may_fall(knots, sizes, [np.log(np.stack([seconds(*plane) for plane in planes])) for seconds in times])
+
+
+def lent(model: GemmModel, sheet: Datasheet, label: Label) -> GemmModel:
+    """A model on another device's datasheet, whose correction falls by no more than the formula grows there."""
+    grid = model.residual
+    if grid is not None:
+        grid = limited(grid, product_falls(msgspec.structs.replace(model, residual=None), sheet, grid.knots))
+    return msgspec.structs.replace(model, label=label, residual=grid)
 
 
 def start(tiles: tuple[tuple[int, int], ...], fp8: bool) -> FloatArray:

@@ -18,7 +18,8 @@ from echograph.profiler.fit.attention import attention_rows, inference_rows
 from echograph.profiler.fit.attention import once as only_once
 from echograph.profiler.fit.device import fit_device, fitted_rows, once, products, refit, write_profile
 from echograph.profiler.fit.facts import RowChoice, device_facts, read_facts
-from echograph.profiler.fit.gemm import Products, fit_gemm, fit_grid
+from echograph.profiler.fit.gemm import Products, fit_gemm
+from echograph.profiler.fit.grid import fit_grid
 from echograph.profiler.fit.regression import held_out, score
 from echograph.profiler.fit.table import KernelTable, read_table, read_tables
 
@@ -296,7 +297,7 @@ def test_the_residual_grid_falls_by_no_more_than_it_may(axis: int, most: float) 
     error = -0.05 * (np.log2(sizes[axis]) - 10.0)
     pairs, ones = np.full(3 * 2 * 3 * 3, most), np.ones(600)
     kinds = {"smoothness": 0.01, "ridge": 0.01}
-    free, bound = (fit_grid(knots, [(sizes, 1.0)], error, ones, may_fall=m, **kinds) for m in (None, pairs))
+    free, bound = (fit_grid(knots, [(sizes, 1.0)], error, ones, falls=m, **kinds) for m in (None, pairs))
     for grid, falls in ((free, 100), (bound, 1000 * most)):
         values = np.moveaxis(np.asarray(grid.permille).reshape(3, 3, 3), axis, 0)
         assert values.mean(axis=(1, 2)) == pytest.approx([falls, 0, -falls], abs=5)
