@@ -18,7 +18,7 @@ from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.search import branch, search
 from echograph.workflow.search.bounds import Bounds
-from echograph.workflow.search.branch import ONE_SAMPLE
+from echograph.workflow.search.branch import ONE_SAMPLE, Candidate
 from echograph.workflow.search.objective import OBJECTIVES, objective
 from echograph.workflow.search.space import AXES, SearchFacts, parse_axis, space, words
 from echograph.workflow.system import System
@@ -191,7 +191,8 @@ def test_an_ended_search_has_the_fastest_plan_whose_step_is_known(dense: StepGra
     among = space(dense, system.cluster, BASE, SMALL)
     state = branch._Search(among, Bounds(dense, system, Scenario()), aim, 2**40, 10, silent, ahead=True)
     plans = [among.plan(chosen) for chosen in among.choices()][:3]
-    whole = sorted((branch.predicted(predictor, aim, *one) for one in enumerate(plans)), key=lambda one: one.rank)
+    every = (branch.predicted(predictor, aim, *one) for one in enumerate(plans))
+    whole = sorted((one for one in every if isinstance(one, Candidate)), key=lambda one: one.rank)
     assert whole[0].value < whole[1].value < whole[2].value
     state.needs = dict.fromkeys(range(3), 0.0)
     state._take(whole[1].number, whole[1].plan, whole[1])
@@ -199,6 +200,19 @@ def test_an_ended_search_has_the_fastest_plan_whose_step_is_known(dense: StepGra
         state._take(one.number, one.plan, one.step_s)
     state.so_far(predictor)
     assert [one.number for one in state.best] == [whole[0].number, whole[1].number]
+
+
+def test_memory_decides_before_clocks_do(dense: StepGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs more than it may is not simulated; it needs no less than that says, nor no more than it may."""
+    system = System("dgx-h100")
+    predictor, aim = Predictor(dense, system), objective("step", system, Scenario())
+    one = branch.predicted(predictor, aim, 0, replace(BASE, pp=4))
+    assert isinstance(one, Candidate)
+    assert branch.predicted(predictor, aim, 0, one.plan, one.device_bytes) == one
+    monkeypatch.delattr(Predictor, "predict")
+    for most in (one.device_bytes - 1, one.device_bytes // 2, 0):
+        found = branch.predicted(predictor, aim, 0, one.plan, most)
+        assert isinstance(found, branch.TooLarge) and most < found.least_bytes <= one.device_bytes
 
 
 def test_how_full_plans_are_that_are_predicted_ahead_is_bisected(dense: StepGraph) -> None:

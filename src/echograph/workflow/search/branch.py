@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from echograph.errors import EchoError, PlanError, UsageError
 from echograph.ir.columns import NONE
@@ -39,6 +39,9 @@ from echograph.workflow.search.step_cost import StepCost
 from echograph.workflow.search.writers import PlanSizes
 from echograph.workflow.system import System
 from echograph.workflow.workers import HERE, WorkerOptions, Workers, workers
+
+if TYPE_CHECKING:
+    from echograph.simulator.memory import Memory
 
 _PLAIN = Scenario()
 _NONE: Mapping[str, tuple[Any, ...]] = {}
@@ -107,6 +110,17 @@ class Candidate:
             "capacity_bytes": self.capacity_bytes,
             "fits": self.fits,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """A plan that needs more memory than it may.
+
+    Attributes:
+        least_bytes: what its fullest device needs at least.
+    """
+
+    least_bytes: int
 
 
 def options(plan: PlanWords | Plan) -> dict[str, Any]:
@@ -291,7 +305,7 @@ Asked = Literal["bound", "step", "whole"]
 """What is wanted of a plan: what the step of one rank costs, the time of a step, or a candidate."""
 PlanPoint = tuple[int, Plan, Asked]
 """A plan with its number, and what is wanted of it."""
-PlanAnswer = Candidate | float | StepCost | str
+PlanAnswer = Candidate | TooLarge | float | StepCost | str
 """What was wanted, time in seconds; or why the plan is none."""
 
 
@@ -328,17 +342,31 @@ class Question:
         return answer
 
 
-def predicted(predictor: Predictor, aim: Objective, number: int, plan: Plan) -> Candidate:
-    """A plan with its memory and its interval.
+def predicted(
+    predictor: Predictor, aim: Objective, number: int, plan: Plan, most_bytes: float = inf
+) -> Candidate | TooLarge:
+    """A plan with its memory and its interval, unless a device needs more than it has, or than it may.
+
+    Memory comes first: most plans that are asked for need too much, and their clocks are as much work again.
+
+    Args:
+        predictor: of the plan's graph.
+        aim: what the best are the best at.
+        number: of the plan.
+        plan: the plan.
+        most_bytes: what a device may need, where that is less than it has.
 
     Raises:
         EchoError: the plan does not fit the graph.
     """
-    return _candidate(number, plan, predictor.predict(plan), aim)
+    memory = predictor.memory(plan, min(most_bytes, predictor.system.cluster.memory_bytes))
+    if memory is not None and not (memory.fits and memory.device_bytes <= most_bytes):
+        return TooLarge(memory.device_bytes)
+    return _candidate(number, plan, predictor.predict(plan, memory=False), memory, aim)
 
 
-def _candidate(number: int, plan: Plan, result: Result, aim: Objective) -> Candidate:
-    memory, step_s = result.memory, result.step_s
+def _candidate(number: int, plan: Plan, result: Result, memory: Memory | None, aim: Objective) -> Candidate:
+    step_s = result.step_s
     return Candidate(
         number=number,
         plan=plan,
@@ -559,12 +587,12 @@ class _Search:
                 self.steps[number] = found
                 heapq.heappush(self.left, (least, 2, number, plan))
             return
-        assert isinstance(found, Candidate)
+        assert isinstance(found, Candidate | TooLarge)
         self.simulated += number not in self.steps
-        self._dived(number, found.fits)
-        if not found.fits:
+        self._dived(number, isinstance(found, Candidate))
+        if isinstance(found, TooLarge):
             self.losers.too_large += 1
-            self._missing(max(found.device_bytes, self.capacity + 1), plan)
+            self._missing(found.least_bytes, plan)
             return
         self.fitting.append(found)
         insort(self.best, found, key=attrgetter("rank"))
@@ -593,14 +621,18 @@ class _Search:
         every += [(one.step_s, one.number, one.plan, one) for one in self.fitting]
         for at, (_, number, plan, known) in enumerate(sorted(every, key=lambda entry: entry[:2])):
             least = self.needs[number] if known is None else known.device_bytes
-            if any(one.device_bytes <= least and one.gpus <= (plan.gpus or 1) for one in front):
+            most = min((one.device_bytes - 1 for one in front if one.gpus <= (plan.gpus or 1)), default=inf)
+            if least > most:
                 continue
             if known is None:
                 if time.monotonic() > until:
                     break
                 self.progress("memory of slower plans", at, len(every))
-                known = predicted(predictor, self.aim, number, plan)
-            if known.fits and not any(_beats(one, known) for one in front):
+                found = predicted(predictor, self.aim, number, plan, most)
+                if isinstance(found, TooLarge):
+                    continue
+                known = found
+            if not any(_beats(one, known) for one in front):
                 front = [one for one in front if not _beats(known, one)] + [known]
         return tuple(front)
 
