@@ -176,12 +176,36 @@ def test_a_search_with_a_time_predicts_before_all_plans_are_bounded(
         give(self, point)
 
     monkeypatch.setattr(workers._Here, "give", noted)
-    found = search(dense, BASE, over=SMALL, front=False, time_s=3600.0)
+    over = SMALL | {"micro_batch": (1, 2)}
+    found = search(dense, BASE, over=over, front=False, time_s=3600.0)
     assert found.ended == "interrupt" and found.best
     assert asked == ["bound", "whole", "bound", "whole", "bound", "bound"]
     asked.clear()
-    assert not search(dense, BASE, over=SMALL, front=False).best
+    assert not search(dense, BASE, over=over, front=False).best
     assert asked == ["bound"] * 4
+
+
+def test_what_computes_again_is_bounded_by_what_does_not_first(
+    dense: StepGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that compute nothing again bound those that do, of which the slower ones' own steps are never made."""
+    from echograph.workflow import workers
+
+    asked, give = [], workers._Here.give
+
+    def noted(self: Any, point: Any) -> None:
+        asked.append((point[2], point[1].recompute))
+        give(self, point)
+
+    monkeypatch.setattr(workers._Here, "give", noted)
+    over = SMALL | {"micro_batch": (1, 2), "zero": (0,)}
+    found = search(dense, BASE, over=over, front=False, top=1)
+    assert found.best[0].plan.recompute == "none" and not found.ended
+    assert asked.count(("bound", "none")) == 4 > asked.count(("bound", "full"))
+    # Where nothing else is asked for, both are.
+    asked.clear()
+    search(dense, BASE, over=over | {"recompute": ("full",), "tp": (1,)}, front=False, top=100)
+    assert asked.count(("bound", "none")) == asked.count(("bound", "full")) == 2
 
 
 def test_an_ended_search_has_the_fastest_plan_whose_step_is_known(dense: StepGraph) -> None:

@@ -25,7 +25,7 @@ goes through the allocator.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -78,6 +78,11 @@ def of_step(plan: Plan) -> Hashable:
     by_node = () if plan.moe_dispatcher in ("", "alltoall") else (plan.pp, plan.mesh_order)
     # In another order of the mesh, what the ranks of a step exchange takes another way.
     return (*(getattr(plan, name) for name in _OF_STEP), *by_node, _as_usual(plan))
+
+
+def less(plan: Plan) -> Plan:
+    """The plan without computing anything again, which shares its step with fewer."""
+    return replace(plan, recompute="none", recompute_early_stop=None)
 
 
 def _as_usual(plan: Plan) -> bool:
@@ -147,16 +152,28 @@ class Bounds:
             EchoError: the plan does not fit the graph.
         """
         cost, count = self.step(plan), self._micro_batches(plan, gpus)
+        return PlanBound(
+            step_ps=self._step_ps(plan, gpus),
+            memory_bytes=self._beside(plan, gpus)
+            + _memory_bytes(cost.held, _of_replicas(plan, gpus), plan, count),
+        )
+
+    def by_less(self, plan: Plan, gpus: int) -> float:
+        """Picoseconds that a step takes at least, from one that computes nothing again: what is added delays it.
+
+        Raises:
+            EchoError: as `second`, of the plan that computes nothing again.
+        """
+        return self._step_ps(less(plan), gpus)
+
+    def _step_ps(self, plan: Plan, gpus: int) -> float:
+        cost, count = self.step(plan), self._micro_batches(plan, gpus)
         pipeline = plan.pp, plan.vpp, schedule_of(plan), plan.stage_layers, _in_pairs(plan)
         key = of_step(plan), pipeline, plan.zero, count
         if key not in self._stages:
             self._stages[key] = _Stages.of(cost, plan, count)
         sent = self._communication(cost, plan, gpus, count)
-        return PlanBound(
-            step_ps=self.shorter * max(self._stages[key].step_ps(sent), sent.in_all),
-            memory_bytes=self._beside(plan, gpus)
-            + _memory_bytes(cost.held, _of_replicas(plan, gpus), plan, count),
-        )
+        return self.shorter * max(self._stages[key].step_ps(sent), sent.in_all)
 
     def _micro_batch(self, plan: Plan) -> int:
         return plan.micro_batch or self.graph.workload.batch_size
@@ -186,7 +203,7 @@ class Bounds:
         plan = with_stack(plan, load_stack(plan.stack)) if plan.stack else plan
         stages = _stage_chunks(cost.held.layers, plan)
         if stages is None or not (plan.zero and plan.ep == 1 and self.network is not None and _as_usual(plan)):
-            return _Exchange(none, none, 0.0, 0.0)
+            return _Exchange(none, none, 0.0)
         ranks = range(0, gpus // plan.pp, plan.tp)
         ranks = ranks[: len(ranks) // (plan.distributed_optimizer_instances * plan.hsdp_replicas)]
         if plan.zero == 3:
@@ -202,7 +219,7 @@ class Bounds:
             within, often = count * stages.of(copies).sum(axis=-1) + (count - 1) * alone, count
         if not plan.overlap_param_gather:
             ends = ends + gather
-        return _Exchange(ends, within, 0.0, float((gather + often * reduce).max()))
+        return _Exchange(ends, within, float((gather + often * reduce).max()))
 
     def _of_layers(self, cost: StepCost, plan: Plan, stages: _StageChunks, ranks: range, count: int) -> _Exchange:
         """What is exchanged layer by layer, with ZeRO-3."""
@@ -216,12 +233,17 @@ class Bounds:
         none = np.zeros(plan.pp)
         if plan.pp == 1:
             often = count * (1 if plan.reshard_after_forward is False else 2)
-            return _Exchange(none, none, 0.0, often * float(gather.sum()) + count * float(reduce.sum()))
-        first = slice(int(stages.first[0, 0]), int(stages.end[0, 0]))
-        later = max(0.0, float(gather[first].sum() - cost.forward.whole_ps(waits=True)[first].sum()))
-        last_first = schedule_of(plan) in _FULL_AT_ONCE
-        of_chunks = stages.of(np.concatenate([[0.0], np.cumsum(reduce)]))
-        return _Exchange(of_chunks.min(axis=-1) if last_first else none, none, later, 0.0)
+            return _Exchange(none, none, often * float(gather.sum()) + count * float(reduce.sum()))
+        # The first two layers of a chunk may be gathered before there is anything to compute; each of the others
+        # behind the one before, while that is waited for.
+        before = np.stack([np.append(0.0, np.cumsum(column)) for column in (gather, reduce)])
+        least = np.minimum(stages.first + 2, stages.end)
+        alone = before[0][stages.end] - before[0][least]
+        forward = np.append(0.0, np.cumsum(cost.forward.whole_ps(waits=True)))
+        slower = np.maximum(0.0, alone - stages.of(forward))
+        ends = stages.of(before[1]).min(axis=-1) if schedule_of(plan) in _FULL_AT_ONCE else none
+        later = np.cumsum(slower[:, 0]) - slower[:, 0]
+        return _Exchange(ends, later + slower.sum(axis=-1), 0.0)
 
     def _takes_ps(self, kind: CollectiveName, nbytes: Float64, ranks: range) -> Float64:
         """What collectives of some sizes take."""
@@ -362,14 +384,12 @@ class _Exchange:
 
     Attributes:
         ends: by stage, behind its last backward pass.
-        within: by stage, what kernels do for it and wait for it before.
-        later: what the forward pass of the first micro-batch takes longer on the first stage.
+        within: by stage, what kernels do for it and wait for it before, on the stages before it, too.
         in_all: of a rank, what follows each other.
     """
 
     ends: Float64
     within: Float64
-    later: float
     in_all: float
 
 
@@ -427,7 +447,7 @@ class _Stages:
         ends = sent.ends
         if self.waits:
             ends = self.below - self.left + np.maximum.accumulate(ends + self.left - self.below)
-        return max(self.mean, float((self.done + sent.within + ends).max()) + sent.later)
+        return max(self.mean, float((self.done + sent.within + ends).max()))
 
 
 def _additions(plan: Plan, micro_batches: int) -> int:

@@ -31,7 +31,7 @@ from echograph.units import format_bytes, format_count, format_time
 from echograph.workflow.plan import Plan
 from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.search.bounds import Bounds, PlanBound, of_step
+from echograph.workflow.search.bounds import Bounds, PlanBound, less, of_step
 from echograph.workflow.search.objective import Objective
 from echograph.workflow.search.objective import objective as objective_named
 from echograph.workflow.search.space import PlanWords, Space, space
@@ -47,6 +47,8 @@ _PLAIN = Scenario()
 _NONE: Mapping[str, tuple[Any, ...]] = {}
 TOP = 10
 MOST_REASONS = 3
+_IN_ORDER = ("recompute", "tp", "sequence_parallel", "cp", "ep")
+"""Of a plan, behind its micro-batch: what the passes of a step depend on, in their order (`plan.passes`)."""
 ONE_SAMPLE = (
     "micro-batches of one sample alone are searched: the graph was captured with one, which does not show what "
     "grows with samples; compile it with --batch-size 2 to have others"
@@ -392,6 +394,7 @@ class _Search:
         loose: plans with a coarse bound: that, their turn among equal ones, number, and plan. A heap.
         left: plans with a tight bound, or whose step is known: that, which of them, number, and plan. A heap.
         waiting: plans, with their numbers, by the step of a rank of which it is not known yet what it costs.
+        nearer: numbers of plans that are bounded by a step that does less than theirs; in `loose`, too.
         ahead: whether plans are predicted before all bounds are known, so that there are some when it ends.
         fits_bytes: the largest need, by its bound, of a plan that was predicted ahead and fits.
         too_large_bytes: the smallest of one that does not.
@@ -419,9 +422,10 @@ class _Search:
         self.steps: dict[int, float] = {}
         self.needs: dict[int, float] = {}
         self.simulated = self.considered = 0
-        self.loose: list[tuple[float, int, int, Plan]] = []
+        self.loose: list[tuple[float, tuple[Any, ...], int, Plan]] = []
         self.left: list[tuple[float, int, int, Plan]] = []
         self.waiting: dict[Hashable, list[tuple[int, Plan]]] = {}
+        self.nearer: set[int] = set()
         self.ahead, self.fits_bytes, self.too_large_bytes = ahead, 0.0, float(capacity)
         self.diving, self.learned, self.dive_at = NONE, 0, 1
 
@@ -439,11 +443,19 @@ class _Search:
                 continue
             least = self._least(bound, chosen["gpus"])
             if self._may_fit(bound, plan) and self._in_time(least):
-                # Neighbours have most in common, so turns go through the whole space first: by the bits reversed.
-                turn = int(f"{number:064b}"[::-1], 2)
-                self.loose.append((least, turn, number, plan))
+                self.loose.append((least, self._turn(number, plan), number, plan))
         heapq.heapify(self.loose)
         self.losers.divides = Counter(self.among.refused)
+
+    def _turn(self, number: int, plan: Plan) -> tuple[Any, ...]:
+        """Which of equal bounds comes first.
+
+        Neighbours have most in common. So to have some plan early, turns go through the whole space first, by the
+        bits reversed; else plans follow each other whose steps begin with the same passes.
+        """
+        if self.ahead:
+            return (int(f"{number:064b}"[::-1], 2),)
+        return (plan.micro_batch or 0, *(getattr(plan, name) for name in _IN_ORDER), number)
 
     @property
     def last(self) -> float:
@@ -463,6 +475,20 @@ class _Search:
         self.losers.too_large_by_bound += 1
         self._missing(round(bound.memory_bytes), plan)
         return False
+
+    def _bound(self, number: int, plan: Plan, by: Plan) -> None:
+        """Bounds a plan by its own step, or first by one that does less, which others have as well."""
+        if of_step(by) == of_step(plan):
+            self._tighten(number, plan)
+            return
+        self.nearer.add(number)
+        gpus = plan.gpus or 1
+        try:
+            least = self.aim.least(self.bounds.by_less(plan, gpus) / 1e12, gpus)
+        except EchoError:
+            least = 0.0  # what is wrong with the plan its own step says
+        if self._in_time(least):
+            heapq.heappush(self.loose, (least, self._turn(number, plan), number, plan))
 
     def _tighten(self, number: int, plan: Plan) -> None:
         """Bounds a plan tightly, and keeps it where that does not decide."""
@@ -519,13 +545,14 @@ class _Search:
                 if (point := self._dive()) is not None:
                     return point
             _, _, number, plan = heapq.heappop(self.loose)
-            if self.bounds.knows(plan):
-                self._tighten(number, plan)
+            by = plan if number in self.nearer else less(plan)
+            if self.bounds.knows(by):
+                self._bound(number, plan, by)
                 continue
-            its = self.waiting.setdefault(of_step(plan), [])
+            its = self.waiting.setdefault(of_step(by), [])
             its.append((number, plan))
             if len(its) == 1:
-                return number, plan, "bound"
+                return number, by, "bound"
 
     def _dive(self) -> PlanPoint | None:
         """A plan that may be the fastest of those that are likely to fit, to be predicted with its memory.
@@ -565,7 +592,7 @@ class _Search:
         self.bounds.learn(plan, PlanError(found) if isinstance(found, str) else found)
         self.learned += 1
         for number, one in self.waiting.pop(of_step(plan)):
-            self._tighten(number, one)
+            self._bound(number, one, plan)
 
     def _open(self) -> int:
         heaps = self.loose, self.left
