@@ -545,7 +545,8 @@ class _Search:
                 if (point := self._dive()) is not None:
                     return point
             _, _, number, plan = heapq.heappop(self.loose)
-            by = plan if number in self.nearer else less(plan)
+            # One bound after another is the shorter proof; a plan that is predicted ahead needs its own at once.
+            by = plan if self.ahead or number in self.nearer else less(plan)
             if self.bounds.knows(by):
                 self._bound(number, plan, by)
                 continue
