@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int64, ascending, distinct
+from echograph.ir.columns import NONE, Int64, ascending, equal_rows
 from echograph.ir.graph import Group, JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, OpKind
 
@@ -48,12 +48,14 @@ class RendezvousKeys:
         np.add.at(change, np.searchsorted(self.rows, calls[:, 1]), 1)
         np.add.at(change, np.searchsorted(self.rows, calls[:, 2]), -1)
         rows = self.rows[np.cumsum(change)[:-1] > 0]
-        kind, group = self.job.ops.kind[rows], self.job.ops.group[rows]
-        within = [number for number in distinct(group).tolist() if not _meets_any(self.job, program, number)]
-        alone = (kind == OpKind.COLLECTIVE) & np.isin(group, within)
-        for row in rows[~alone].tolist():
-            if (key := rendezvous_key(self.job, program, row)) is not None:
-                found[row] = self.numbers.setdefault(key, len(self.numbers))
+        ops = self.job.ops
+        asked = np.stack([ops.kind[rows], ops.group[rows], ops.peer[rows], ops.tag[rows]], axis=1)
+        asked[asked[:, 0] == OpKind.COLLECTIVE, 2:] = 0
+        # What is equal in these meets under one key, and a job asks for few that differ.
+        example, which = equal_rows(asked)
+        keys = [rendezvous_key(self.job, program, row) for row in rows[example].tolist()]
+        numbers = [NONE if key is None else self.numbers.setdefault(key, len(self.numbers)) for key in keys]
+        found[rows] = np.array(numbers, np.int64)[which]
         return found
 
 
@@ -99,9 +101,9 @@ def _meet(job: JobGraph, group: Group, one: Program, other: Program) -> bool:
     if not group.axes:
         # Lists may be long: the other program is in few of them.
         return all(not program_ranks(job, its).isdisjoint(group.ranks) for its in (other, one))
-    pinned = [axis for axis in group.axes if axis in one.coordinates]
-    same = all(other.coordinates.get(a) == v for a, v in one.coordinates.items() if a not in group.axes)
-    return bool(pinned) and same
+    if not any(axis in one.coordinates for axis in group.axes):
+        return False
+    return all(other.coordinates.get(a) == v for a, v in one.coordinates.items() if a not in group.axes)
 
 
 def number_rendezvous(key: Int64, nth: Int64) -> Int64:

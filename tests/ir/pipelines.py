@@ -18,10 +18,20 @@ from echograph.simulator.tasks import expand
 FORWARD, BACKWARD = 1000, 2000
 
 
-def tied_step(layers: int, *, clip: bool = False, skip: bool = False, rows: Sequence[int] = ()) -> StepGraph:
+def tied_step(
+    layers: int,
+    *,
+    clip: bool = False,
+    skip: bool = False,
+    rows: Sequence[int] = (),
+    skip_from: int | None = None,
+    names: Sequence[int] = (),
+) -> StepGraph:
     """Embedding and head share their weight; `skip` adds the embedding to what the head reads.
 
-    With `rows`, weights of layers have so many, and layers of which they differ are none of one block.
+    With `rows`, weights of layers have so many, and layers of which they differ are none of one block. `skip_from`
+    adds what a layer makes to what the head reads. With `names`, the backward pass of a layer says that it is of
+    the forward pass of the layer that is so many before.
     """
     b = GraphBuilder(name="tied")
 
@@ -49,13 +59,15 @@ def tied_step(layers: int, *, clip: bool = False, skip: bool = False, rows: Sequ
     tokens, shared = tensor("tokens", TensorRole.INPUT), tensor("shared.weight", TensorRole.PARAMETER)
     mask, _ = forward("aten.triu", "", tokens)
     embedded, embed = forward("aten.embedding", "embed", shared, tokens)
-    x, done, of_layer = embedded, [], [*rows] or [8] * layers
+    x, done, of_layer, of_skipped = embedded, [], [*rows] or [8] * layers, embed
     for layer in range(layers):
         weight = tensor(f"h.{layer}.weight", TensorRole.PARAMETER, rows=of_layer[layer])
         y, at = forward("aten.mm", f"h.{layer}", x, weight, mask)
         done.append((layer, x, weight, at))
         x = y
-    if skip:
+        if layer == skip_from:
+            embedded, of_skipped = y, at
+    if skip or skip_from is not None:
         x, _ = forward("aten.add", "", x, embedded)
     logits, head = forward("aten.mm", "head", x, shared)
     d_logits = backward("aten.loss_backward", "", head, logits)
@@ -64,6 +76,10 @@ def tied_step(layers: int, *, clip: bool = False, skip: bool = False, rows: Sequ
     updates = []
     for layer, x, weight, at in reversed(done):
         name = f"h.{layer}.weight"
+        if names:
+            at = done[layer - names[layer]][3]
+        if layer == skip_from:
+            gradient = backward("aten.add", "", of_skipped, gradient, d_skip)
         of_weight = backward("aten.mm", f"h.{layer}", at, gradient, x, gradient_of=name, rows=of_layer[layer])
         updates.append((f"h.{layer}", name, weight, of_weight))
         gradient = backward("aten.mm", f"h.{layer}", at, gradient, weight)

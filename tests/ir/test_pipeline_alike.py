@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -121,6 +122,20 @@ def test_a_stage_stands_for_those_that_do_the_same_alone(rows: list[int], stand:
     step = tied_step(LAYERS, rows=rows)
     its = Pipeline(stages=6, micro_batches=8), DataParallel(replicas=2, zero=1)
     assert check(step, its) == stand
+
+
+@pytest.mark.parametrize(
+    ("words", "stand"),
+    [
+        # Stages 3 and 4 pass on what stage 1 has nothing to do with, each from another distance.
+        ({"skip_from": 5}, 0),
+        # Those of the first three stages name the layer before, those of the others the one before that.
+        ({"names": [0] + [1] * 5 + [2] * 6}, 2),
+    ],
+)
+def test_a_stage_stands_for_none_that_passes_on_or_names_something_else(words: dict[str, Any], stand: int) -> None:
+    its = Pipeline(stages=6, micro_batches=8), DataParallel(replicas=2, zero=1)
+    assert check(tied_step(LAYERS, **words), its) == stand
 
 
 @pytest.mark.parametrize("rows", [[16] * LAYERS, [16] * 6 + [24] * 6])

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from echograph.errors import EchoError
 from echograph.ir import serde
-from echograph.ir.graph import StepGraph
+from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.base import run, split_at_job
 from echograph.ir.passes.pipeline.alike import NotAlike
+from echograph.simulator.result import Result
 from echograph.workflow.plan import Plan, passes
-from echograph.workflow.predict import predict
+from echograph.workflow.predict import predict, simulate
 from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.shared import SharedSteps
@@ -88,9 +89,16 @@ def test_many_plans(drawn: tuple[str, Plan]) -> None:
     check(*drawn)
 
 
+def alone(model: str, plan: Plan) -> Result:
+    """A prediction of the job that the passes make of all stages, which shares nothing."""
+    step, system = graph(model), System("dgx-h100")
+    job = run(step, passes(plan, step.workload, system.cluster), to=JobGraph)
+    return simulate(job, system, plan=plan, memory=False)
+
+
 def check(model: str, plan: Plan) -> None:
     try:
-        whole, _ = predict(graph(model), plan, System("dgx-h100"), memory=False)
+        whole = alone(model, plan)
     except EchoError as error:
         with pytest.raises(type(error)):
             predictor(model).predict(plan, memory=False, interval=False)
@@ -110,7 +118,7 @@ def check(model: str, plan: Plan) -> None:
     ],
 )
 def test_the_rest_of_a_result_is_that_of_the_whole_job(model: str, plan: Plan) -> None:
-    whole, _ = predict(graph(model), plan, System("dgx-h100"), memory=False)
+    whole = alone(model, plan)
     step = predictor(model).predict(plan, memory=False, interval=False)
     assert (step.step_ps, step.samples, step.tokens, step.gpus) == (
         whole.step_ps, whole.samples, whole.tokens, whole.gpus

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,7 @@ from echograph.workflow.system import IDLE_HOST_WAITS, System, runtime_of
 
 if TYPE_CHECKING:
     from echograph.profiler.costs.estimate import KnownCosts
+    from echograph.simulator.memory import Memory
 
 _OF_SEVERAL = ("degrade", "ranks", "straggler")
 _PLAIN = Scenario()
@@ -161,6 +163,37 @@ def on_system(
     host = system.host_of_script(job) or system.host_running(of.host)
     sms = {"tp": of.tp_comm_sms / system.sm_count} if system.sm_count else {}
     return job, replace(host, waits=True) if of.host_waits else host, sms
+
+
+def memory_of(
+    job: JobGraph,
+    system: System,
+    plan: Plan,
+    *,
+    most_bytes: float = inf,
+    costs: KnownCosts | None = None,
+) -> Memory | None:
+    """The memory that `simulate` tells of a job, without its time.
+
+    Args:
+        job: as of `simulate`.
+        system: where it runs.
+        plan: the plan that made the job.
+        most_bytes: what a device may need. Where the first program's needs more, that is told, and of no other.
+        costs: as of `System.annotate`.
+
+    Returns:
+        None for a job that has no tensors.
+    """
+    from echograph.simulator.memory import largest_memory, memory
+
+    said = plan.stack or job.workload.stack
+    job, host, _ = on_system(job, said, system, costs)
+    job, capacity, runtime = host.runs(job), system.cluster.memory_bytes, runtime_of(said, system.architecture)
+    first = memory(job, 0, capacity, runtime, reserve=False)
+    if first is None or first.device_bytes > most_bytes:
+        return first
+    return largest_memory(job, capacity, runtime)
 
 
 def predict(

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echograph.errors import EchoError
 from echograph.ir.graph import JobGraph, StepGraph
@@ -28,10 +28,13 @@ from echograph.simulator.result import Result
 from echograph.simulator.simulate import timed
 from echograph.workflow import plan as plans
 from echograph.workflow.plan import Plan
-from echograph.workflow.predict import on_system, predict, simulate
+from echograph.workflow.predict import memory_of, on_system, predict, simulate
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.shared import SharedJobs, SharedSteps
 from echograph.workflow.system import System
+
+if TYPE_CHECKING:
+    from echograph.simulator.memory import Memory
 
 
 class StepResult(Result):
@@ -77,6 +80,7 @@ class Predictor:
         self._network = NetworkModel(system.cluster)
         self._costs = KnownCosts()
         self._layouts: composed.KnownLayouts = {}
+        self._last: tuple[Plan, JobGraph] | None = None
 
     def predict(self, plan: Plan, *, memory: bool = True, interval: bool = True) -> Result:
         """Predicts one step under a plan.
@@ -102,8 +106,26 @@ class Predictor:
         """The prediction of the whole job, but for the passes that it shares with plans before."""
         if plan.passes or not isinstance(self.graph, StepGraph):
             return predict(self.graph, plan, self.system, self.scenario, memory=memory)[0]
-        step, rest = self._shared(plan)
-        return simulate(self.jobs.job(step, rest), self.system, self.scenario, plan=plan, memory=memory)
+        return simulate(self.job(plan), self.system, self.scenario, plan=plan, memory=memory)
+
+    def job(self, plan: Plan) -> JobGraph:
+        """The job of a plan that lists no passes, of a step; that of the last one is kept.
+
+        Raises:
+            EchoError: as `predict`.
+        """
+        if self._last is None or self._last[0] != plan:
+            step, rest = self._shared(plan)
+            self._last = plan, self.jobs.job(step, rest)
+        return self._last[1]
+
+    def memory(self, plan: Plan, most_bytes: float) -> Memory | None:
+        """Memory of a plan that lists no passes, as the whole prediction has it; as `memory_of`.
+
+        Raises:
+            EchoError: as `predict`.
+        """
+        return memory_of(self.job(plan), self.system, plan, most_bytes=most_bytes, costs=self._costs)
 
     def _shared(self, plan: Plan) -> tuple[StepGraph, tuple[Pass, ...]]:
         """The step that the passes of a plan leave before they make a job of it, and those that do."""

@@ -52,6 +52,7 @@ def check(graph: StepGraph, base: Plan, over: dict[str, tuple[object, ...]], dra
             assert type(bound.step_ps) is type(bound.memory_bytes) is float  # as results have them
             assert bound.step_ps <= result.step_ps, plan.given
             assert bound.memory_bytes <= result.memory.device_bytes, plan.given
+        assert bounds.by_less(plan, chosen["gpus"]) <= second.step_ps * (1 + 1e-9), plan.given
         compared += 1
         if compared == draws:
             break

@@ -18,7 +18,7 @@ from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.search import branch, search
 from echograph.workflow.search.bounds import Bounds
-from echograph.workflow.search.branch import ONE_SAMPLE
+from echograph.workflow.search.branch import ONE_SAMPLE, Candidate
 from echograph.workflow.search.objective import OBJECTIVES, objective
 from echograph.workflow.search.space import AXES, SearchFacts, parse_axis, space, words
 from echograph.workflow.system import System
@@ -176,12 +176,36 @@ def test_a_search_with_a_time_predicts_before_all_plans_are_bounded(
         give(self, point)
 
     monkeypatch.setattr(workers._Here, "give", noted)
-    found = search(dense, BASE, over=SMALL, front=False, time_s=3600.0)
+    over = SMALL | {"micro_batch": (1, 2)}
+    found = search(dense, BASE, over=over, front=False, time_s=3600.0)
     assert found.ended == "interrupt" and found.best
     assert asked == ["bound", "whole", "bound", "whole", "bound", "bound"]
     asked.clear()
-    assert not search(dense, BASE, over=SMALL, front=False).best
+    assert not search(dense, BASE, over=over, front=False).best
     assert asked == ["bound"] * 4
+
+
+def test_what_computes_again_is_bounded_by_what_does_not_first(
+    dense: StepGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that compute nothing again bound those that do, of which the slower ones' own steps are never made."""
+    from echograph.workflow import workers
+
+    asked, give = [], workers._Here.give
+
+    def noted(self: Any, point: Any) -> None:
+        asked.append((point[2], point[1].recompute))
+        give(self, point)
+
+    monkeypatch.setattr(workers._Here, "give", noted)
+    over = SMALL | {"micro_batch": (1, 2), "zero": (0,)}
+    found = search(dense, BASE, over=over, front=False, top=1)
+    assert found.best[0].plan.recompute == "none" and not found.ended
+    assert asked.count(("bound", "none")) == 4 > asked.count(("bound", "full"))
+    # Where nothing else is asked for, both are.
+    asked.clear()
+    search(dense, BASE, over=over | {"recompute": ("full",), "tp": (1,)}, front=False, top=100)
+    assert asked.count(("bound", "none")) == asked.count(("bound", "full")) == 2
 
 
 def test_an_ended_search_has_the_fastest_plan_whose_step_is_known(dense: StepGraph) -> None:
@@ -191,7 +215,8 @@ def test_an_ended_search_has_the_fastest_plan_whose_step_is_known(dense: StepGra
     among = space(dense, system.cluster, BASE, SMALL)
     state = branch._Search(among, Bounds(dense, system, Scenario()), aim, 2**40, 10, silent, ahead=True)
     plans = [among.plan(chosen) for chosen in among.choices()][:3]
-    whole = sorted((branch.predicted(predictor, aim, *one) for one in enumerate(plans)), key=lambda one: one.rank)
+    every = (branch.predicted(predictor, aim, *one) for one in enumerate(plans))
+    whole = sorted((one for one in every if isinstance(one, Candidate)), key=lambda one: one.rank)
     assert whole[0].value < whole[1].value < whole[2].value
     state.needs = dict.fromkeys(range(3), 0.0)
     state._take(whole[1].number, whole[1].plan, whole[1])
@@ -199,6 +224,19 @@ def test_an_ended_search_has_the_fastest_plan_whose_step_is_known(dense: StepGra
         state._take(one.number, one.plan, one.step_s)
     state.so_far(predictor)
     assert [one.number for one in state.best] == [whole[0].number, whole[1].number]
+
+
+def test_memory_decides_before_clocks_do(dense: StepGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs more than it may is not simulated; it needs no less than that says, nor no more than it may."""
+    system = System("dgx-h100")
+    predictor, aim = Predictor(dense, system), objective("step", system, Scenario())
+    one = branch.predicted(predictor, aim, 0, replace(BASE, pp=4))
+    assert isinstance(one, Candidate)
+    assert branch.predicted(predictor, aim, 0, one.plan, one.device_bytes) == one
+    monkeypatch.delattr(Predictor, "predict")
+    for most in (one.device_bytes - 1, one.device_bytes // 2, 0):
+        found = branch.predicted(predictor, aim, 0, one.plan, most)
+        assert isinstance(found, branch.TooLarge) and most < found.least_bytes <= one.device_bytes
 
 
 def test_how_full_plans_are_that_are_predicted_ahead_is_bisected(dense: StepGraph) -> None:

@@ -25,7 +25,7 @@ goes through the allocator.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -78,6 +78,11 @@ def of_step(plan: Plan) -> Hashable:
     by_node = () if plan.moe_dispatcher in ("", "alltoall") else (plan.pp, plan.mesh_order)
     # In another order of the mesh, what the ranks of a step exchange takes another way.
     return (*(getattr(plan, name) for name in _OF_STEP), *by_node, _as_usual(plan))
+
+
+def less(plan: Plan) -> Plan:
+    """The plan without computing anything again, which shares its step with fewer."""
+    return replace(plan, recompute="none", recompute_early_stop=None)
 
 
 def _as_usual(plan: Plan) -> bool:
@@ -147,16 +152,28 @@ class Bounds:
             EchoError: the plan does not fit the graph.
         """
         cost, count = self.step(plan), self._micro_batches(plan, gpus)
+        return PlanBound(
+            step_ps=self._step_ps(plan, gpus),
+            memory_bytes=self._beside(plan, gpus)
+            + _memory_bytes(cost.held, _of_replicas(plan, gpus), plan, count),
+        )
+
+    def by_less(self, plan: Plan, gpus: int) -> float:
+        """Picoseconds that a step takes at least, from one that computes nothing again: what is added delays it.
+
+        Raises:
+            EchoError: as `second`, of the plan that computes nothing again.
+        """
+        return self._step_ps(less(plan), gpus)
+
+    def _step_ps(self, plan: Plan, gpus: int) -> float:
+        cost, count = self.step(plan), self._micro_batches(plan, gpus)
         pipeline = plan.pp, plan.vpp, schedule_of(plan), plan.stage_layers, _in_pairs(plan)
         key = of_step(plan), pipeline, plan.zero, count
         if key not in self._stages:
             self._stages[key] = _Stages.of(cost, plan, count)
-        ends, shared = self._communication(cost, plan, gpus, count)
-        return PlanBound(
-            step_ps=self.shorter * max(self._stages[key].step_ps(ends), shared),
-            memory_bytes=self._beside(plan, gpus)
-            + _memory_bytes(cost.held, _of_replicas(plan, gpus), plan, count),
-        )
+        sent = self._communication(cost, plan, gpus, count)
+        return self.shorter * max(self._stages[key].step_ps(sent), sent.in_all)
 
     def _micro_batch(self, plan: Plan) -> int:
         return plan.micro_batch or self.graph.workload.batch_size
@@ -172,35 +189,61 @@ class Bounds:
         communicators = (runtime.nccl_pair_bytes if n == 2 else runtime.nccl_bytes for n in sizes if n > 1)
         return runtime.cuda_context_bytes + sum(communicators)
 
-    def _communication(self, cost: StepCost, plan: Plan, gpus: int, count: int) -> tuple[Float64, float]:
-        """What data-parallel ranks exchange: behind each stage's last backward pass, and in all; picoseconds.
+    def _communication(self, cost: StepCost, plan: Plan, gpus: int, count: int) -> _Exchange:
+        """What data-parallel ranks exchange.
 
-        With ZeRO-1 and 2 parameters are gathered when all is updated. With ZeRO-1 a stage behind the first reduces
-        all of its gradients at once, beside no more than a layer. Those of a kind follow each other: with ZeRO-2
-        reductions of each micro-batch, with ZeRO-3 gathers, without a pipeline of each layer in each pass. Buckets
-        take no less than all that is in them at once.
+        With ZeRO-1 and 2 parameters are gathered when all is updated. A stage behind the first reduces all of its
+        gradients at once, beside no more than a layer: with ZeRO-2 those of every micro-batch, whose copies into
+        buckets are kernels as others are. With ZeRO-3 a stage gathers its layers one after the other before it
+        first has them all, and reduces those of a chunk behind its last backward pass; without a pipeline all of
+        it in each micro-batch. What a group of ranks exchanges follows each other. Buckets take no less than all
+        that is in them at once.
         """
-        ends = np.zeros(plan.pp)
+        none = np.zeros(plan.pp)
         plan = with_stack(plan, load_stack(plan.stack)) if plan.stack else plan
         stages = _stage_chunks(cost.held.layers, plan)
         if stages is None or not (plan.zero and plan.ep == 1 and self.network is not None and _as_usual(plan)):
-            return ends, 0.0
+            return _Exchange(none, none, 0.0)
         ranks = range(0, gpus // plan.pp, plan.tp)
         ranks = ranks[: len(ranks) // (plan.distributed_optimizer_instances * plan.hsdp_replicas)]
         if plan.zero == 3:
-            if plan.pp > 1:
-                return ends, 0.0
-            often = count * (1 if plan.reshard_after_forward is False else 2)
-            return ends, often * float(self._takes_ps("all_gather", np.diff(cost.held.before[0]), ranks).sum())
+            return self._of_layers(cost, plan, stages, ranks, count)
         parameters, _, gradients, _ = stages.of(cost.held.before).sum(axis=-1)
         gather = self._takes_ps("all_gather", parameters, ranks)
         reduce = self._takes_ps("reduce_scatter", gradients, ranks)
+        beside = cost.backward.kernels_ps[stages.first[:, 0]]
+        alone = np.where(np.arange(plan.pp) > 0, np.maximum(0.0, reduce - beside), 0.0)
+        ends, within, often = alone, none, 1
+        if plan.zero == 2 and len(ranks) > 1:
+            copies = np.concatenate([[0.0], np.cumsum(cost.copying_ps)])
+            within, often = count * stages.of(copies).sum(axis=-1) + (count - 1) * alone, count
         if not plan.overlap_param_gather:
-            ends += gather
-        if plan.zero == 1:
-            beside = cost.backward.kernels_ps[stages.first[1:, 0]]
-            ends[1:] += np.maximum(0.0, reduce[1:] - beside)
-        return ends, float((gather + reduce * (count if plan.zero == 2 else 1)).max())
+            ends = ends + gather
+        return _Exchange(ends, within, float((gather + often * reduce).max()))
+
+    def _of_layers(self, cost: StepCost, plan: Plan, stages: _StageChunks, ranks: range, count: int) -> _Exchange:
+        """What is exchanged layer by layer, with ZeRO-3."""
+        parameters, _, gradients, _ = np.diff(cost.held.before)
+        if plan.stack and load_stack(plan.stack).reduce_dtype in ("bf16", "fp16"):
+            gradients = gradients / 2
+        gather, reduce = (
+            self._takes_ps("all_gather", parameters, ranks),
+            self._takes_ps("reduce_scatter", gradients, ranks),
+        )
+        none = np.zeros(plan.pp)
+        if plan.pp == 1:
+            often = count * (1 if plan.reshard_after_forward is False else 2)
+            return _Exchange(none, none, often * float(gather.sum()) + count * float(reduce.sum()))
+        # The first two layers of a chunk may be gathered before there is anything to compute; each of the others
+        # behind the one before, while that is waited for.
+        before = np.stack([np.append(0.0, np.cumsum(column)) for column in (gather, reduce)])
+        least = np.minimum(stages.first + 2, stages.end)
+        alone = before[0][stages.end] - before[0][least]
+        forward = np.append(0.0, np.cumsum(cost.forward.whole_ps(waits=True)))
+        slower = np.maximum(0.0, alone - stages.of(forward))
+        ends = stages.of(before[1]).min(axis=-1) if schedule_of(plan) in _FULL_AT_ONCE else none
+        later = np.cumsum(slower[:, 0]) - slower[:, 0]
+        return _Exchange(ends, later + slower.sum(axis=-1), 0.0)
 
     def _takes_ps(self, kind: CollectiveName, nbytes: Float64, ranks: range) -> Float64:
         """What collectives of some sizes take."""
@@ -335,6 +378,21 @@ def _chunks(layers: int, stages: int, of_each: int, said: str, turns: bool) -> _
     return _StageChunks((end - counts)[numbers], end[numbers])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Exchange:
+    """What data-parallel ranks exchange, in picoseconds.
+
+    Attributes:
+        ends: by stage, behind its last backward pass.
+        within: by stage, what kernels do for it and wait for it before, on the stages before it, too.
+        in_all: of a rank, what follows each other.
+    """
+
+    ends: Float64
+    within: Float64
+    in_all: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stages:
     """What the stages of a pipeline take, in picoseconds, less what they do at the end.
@@ -382,13 +440,14 @@ class _Stages:
             waits=in_order,
         )
 
-    def step_ps(self, ends: Float64) -> float:
-        """A step, with what each stage does behind its last backward pass."""
+    def step_ps(self, sent: _Exchange) -> float:
+        """A step, with what data-parallel ranks exchange."""
         if not len(self.done):
             return self.mean
+        ends = sent.ends
         if self.waits:
             ends = self.below - self.left + np.maximum.accumulate(ends + self.left - self.below)
-        return max(self.mean, float((self.done + ends).max()))
+        return max(self.mean, float((self.done + sent.within + ends).max()))
 
 
 def _additions(plan: Plan, micro_batches: int) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from echograph.errors import EchoError, PlanError, UsageError
 from echograph.ir.columns import NONE
@@ -31,7 +31,7 @@ from echograph.units import format_bytes, format_count, format_time
 from echograph.workflow.plan import Plan
 from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.search.bounds import Bounds, PlanBound, of_step
+from echograph.workflow.search.bounds import Bounds, PlanBound, less, of_step
 from echograph.workflow.search.objective import Objective
 from echograph.workflow.search.objective import objective as objective_named
 from echograph.workflow.search.space import PlanWords, Space, space
@@ -40,10 +40,15 @@ from echograph.workflow.search.writers import PlanSizes
 from echograph.workflow.system import System
 from echograph.workflow.workers import HERE, WorkerOptions, Workers, workers
 
+if TYPE_CHECKING:
+    from echograph.simulator.memory import Memory
+
 _PLAIN = Scenario()
 _NONE: Mapping[str, tuple[Any, ...]] = {}
 TOP = 10
 MOST_REASONS = 3
+_IN_ORDER = ("recompute", "tp", "sequence_parallel", "cp", "ep")
+"""Of a plan, behind its micro-batch: what the passes of a step depend on, in their order (`plan.passes`)."""
 ONE_SAMPLE = (
     "micro-batches of one sample alone are searched: the graph was captured with one, which does not show what "
     "grows with samples; compile it with --batch-size 2 to have others"
@@ -107,6 +112,17 @@ class Candidate:
             "capacity_bytes": self.capacity_bytes,
             "fits": self.fits,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """A plan that needs more memory than it may.
+
+    Attributes:
+        least_bytes: what its fullest device needs at least.
+    """
+
+    least_bytes: int
 
 
 def options(plan: PlanWords | Plan) -> dict[str, Any]:
@@ -291,7 +307,7 @@ Asked = Literal["bound", "step", "whole"]
 """What is wanted of a plan: what the step of one rank costs, the time of a step, or a candidate."""
 PlanPoint = tuple[int, Plan, Asked]
 """A plan with its number, and what is wanted of it."""
-PlanAnswer = Candidate | float | StepCost | str
+PlanAnswer = Candidate | TooLarge | float | StepCost | str
 """What was wanted, time in seconds; or why the plan is none."""
 
 
@@ -328,17 +344,31 @@ class Question:
         return answer
 
 
-def predicted(predictor: Predictor, aim: Objective, number: int, plan: Plan) -> Candidate:
-    """A plan with its memory and its interval.
+def predicted(
+    predictor: Predictor, aim: Objective, number: int, plan: Plan, most_bytes: float = inf
+) -> Candidate | TooLarge:
+    """A plan with its memory and its interval, unless a device needs more than it has, or than it may.
+
+    Memory comes first: most plans that are asked for need too much, and their clocks are as much work again.
+
+    Args:
+        predictor: of the plan's graph.
+        aim: what the best are the best at.
+        number: of the plan.
+        plan: the plan.
+        most_bytes: what a device may need, where that is less than it has.
 
     Raises:
         EchoError: the plan does not fit the graph.
     """
-    return _candidate(number, plan, predictor.predict(plan), aim)
+    memory = predictor.memory(plan, min(most_bytes, predictor.system.cluster.memory_bytes))
+    if memory is not None and not (memory.fits and memory.device_bytes <= most_bytes):
+        return TooLarge(memory.device_bytes)
+    return _candidate(number, plan, predictor.predict(plan, memory=False), memory, aim)
 
 
-def _candidate(number: int, plan: Plan, result: Result, aim: Objective) -> Candidate:
-    memory, step_s = result.memory, result.step_s
+def _candidate(number: int, plan: Plan, result: Result, memory: Memory | None, aim: Objective) -> Candidate:
+    step_s = result.step_s
     return Candidate(
         number=number,
         plan=plan,
@@ -364,6 +394,7 @@ class _Search:
         loose: plans with a coarse bound: that, their turn among equal ones, number, and plan. A heap.
         left: plans with a tight bound, or whose step is known: that, which of them, number, and plan. A heap.
         waiting: plans, with their numbers, by the step of a rank of which it is not known yet what it costs.
+        nearer: numbers of plans that are bounded by a step that does less than theirs; in `loose`, too.
         ahead: whether plans are predicted before all bounds are known, so that there are some when it ends.
         fits_bytes: the largest need, by its bound, of a plan that was predicted ahead and fits.
         too_large_bytes: the smallest of one that does not.
@@ -391,9 +422,10 @@ class _Search:
         self.steps: dict[int, float] = {}
         self.needs: dict[int, float] = {}
         self.simulated = self.considered = 0
-        self.loose: list[tuple[float, int, int, Plan]] = []
+        self.loose: list[tuple[float, tuple[Any, ...], int, Plan]] = []
         self.left: list[tuple[float, int, int, Plan]] = []
         self.waiting: dict[Hashable, list[tuple[int, Plan]]] = {}
+        self.nearer: set[int] = set()
         self.ahead, self.fits_bytes, self.too_large_bytes = ahead, 0.0, float(capacity)
         self.diving, self.learned, self.dive_at = NONE, 0, 1
 
@@ -411,11 +443,19 @@ class _Search:
                 continue
             least = self._least(bound, chosen["gpus"])
             if self._may_fit(bound, plan) and self._in_time(least):
-                # Neighbours have most in common, so turns go through the whole space first: by the bits reversed.
-                turn = int(f"{number:064b}"[::-1], 2)
-                self.loose.append((least, turn, number, plan))
+                self.loose.append((least, self._turn(number, plan), number, plan))
         heapq.heapify(self.loose)
         self.losers.divides = Counter(self.among.refused)
+
+    def _turn(self, number: int, plan: Plan) -> tuple[Any, ...]:
+        """Which of equal bounds comes first.
+
+        Neighbours have most in common. So to have some plan early, turns go through the whole space first, by the
+        bits reversed; else plans follow each other whose steps begin with the same passes.
+        """
+        if self.ahead:
+            return (int(f"{number:064b}"[::-1], 2),)
+        return (plan.micro_batch or 0, *(getattr(plan, name) for name in _IN_ORDER), number)
 
     @property
     def last(self) -> float:
@@ -435,6 +475,20 @@ class _Search:
         self.losers.too_large_by_bound += 1
         self._missing(round(bound.memory_bytes), plan)
         return False
+
+    def _bound(self, number: int, plan: Plan, by: Plan) -> None:
+        """Bounds a plan by its own step, or first by one that does less, which others have as well."""
+        if of_step(by) == of_step(plan):
+            self._tighten(number, plan)
+            return
+        self.nearer.add(number)
+        gpus = plan.gpus or 1
+        try:
+            least = self.aim.least(self.bounds.by_less(plan, gpus) / 1e12, gpus)
+        except EchoError:
+            least = 0.0  # what is wrong with the plan its own step says
+        if self._in_time(least):
+            heapq.heappush(self.loose, (least, self._turn(number, plan), number, plan))
 
     def _tighten(self, number: int, plan: Plan) -> None:
         """Bounds a plan tightly, and keeps it where that does not decide."""
@@ -491,13 +545,15 @@ class _Search:
                 if (point := self._dive()) is not None:
                     return point
             _, _, number, plan = heapq.heappop(self.loose)
-            if self.bounds.knows(plan):
-                self._tighten(number, plan)
+            # One bound after another is the shorter proof; a plan that is predicted ahead needs its own at once.
+            by = plan if self.ahead or number in self.nearer else less(plan)
+            if self.bounds.knows(by):
+                self._bound(number, plan, by)
                 continue
-            its = self.waiting.setdefault(of_step(plan), [])
+            its = self.waiting.setdefault(of_step(by), [])
             its.append((number, plan))
             if len(its) == 1:
-                return number, plan, "bound"
+                return number, by, "bound"
 
     def _dive(self) -> PlanPoint | None:
         """A plan that may be the fastest of those that are likely to fit, to be predicted with its memory.
@@ -537,7 +593,7 @@ class _Search:
         self.bounds.learn(plan, PlanError(found) if isinstance(found, str) else found)
         self.learned += 1
         for number, one in self.waiting.pop(of_step(plan)):
-            self._tighten(number, one)
+            self._bound(number, one, plan)
 
     def _open(self) -> int:
         heaps = self.loose, self.left
@@ -559,12 +615,12 @@ class _Search:
                 self.steps[number] = found
                 heapq.heappush(self.left, (least, 2, number, plan))
             return
-        assert isinstance(found, Candidate)
+        assert isinstance(found, Candidate | TooLarge)
         self.simulated += number not in self.steps
-        self._dived(number, found.fits)
-        if not found.fits:
+        self._dived(number, isinstance(found, Candidate))
+        if isinstance(found, TooLarge):
             self.losers.too_large += 1
-            self._missing(max(found.device_bytes, self.capacity + 1), plan)
+            self._missing(found.least_bytes, plan)
             return
         self.fitting.append(found)
         insort(self.best, found, key=attrgetter("rank"))
@@ -593,14 +649,18 @@ class _Search:
         every += [(one.step_s, one.number, one.plan, one) for one in self.fitting]
         for at, (_, number, plan, known) in enumerate(sorted(every, key=lambda entry: entry[:2])):
             least = self.needs[number] if known is None else known.device_bytes
-            if any(one.device_bytes <= least and one.gpus <= (plan.gpus or 1) for one in front):
+            most = min((one.device_bytes - 1 for one in front if one.gpus <= (plan.gpus or 1)), default=inf)
+            if least > most:
                 continue
             if known is None:
                 if time.monotonic() > until:
                     break
                 self.progress("memory of slower plans", at, len(every))
-                known = predicted(predictor, self.aim, number, plan)
-            if known.fits and not any(_beats(one, known) for one in front):
+                found = predicted(predictor, self.aim, number, plan, most)
+                if isinstance(found, TooLarge):
+                    continue
+                known = found
+            if not any(_beats(one, known) for one in front):
                 front = [one for one in front if not _beats(known, one)] + [known]
         return tuple(front)
 

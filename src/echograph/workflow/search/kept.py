@@ -17,13 +17,13 @@ from typing import Any
 from echograph import __version__
 from echograph.errors import DataError
 from echograph.options import given
-from echograph.workflow.search.branch import Candidate, PlanAnswer, PlanPoint, Question
+from echograph.workflow.search.branch import Candidate, PlanAnswer, PlanPoint, Question, TooLarge
 from echograph.workflow.search.step_cost import StepCost
 from echograph.workflow.sweep.run import graph_digest, system_digest
 from echograph.workflow.sweep.store import Journal, journal, read_journal
 from echograph.workflow.workers import Workers
 
-_Answer = Candidate | float | str
+_Answer = Candidate | TooLarge | float | str
 """What is kept: no bounds, which are quick to find again."""
 
 
@@ -90,6 +90,8 @@ class _Kept:
 def _record(answer: _Answer) -> dict[str, Any]:
     if isinstance(answer, Candidate):
         return {"candidate": {name: value for name, value in asdict(answer).items() if name not in _OF_POINT}}
+    if isinstance(answer, TooLarge):
+        return {"needs_bytes": answer.least_bytes}
     return {"refused": answer} if isinstance(answer, str) else {"step_s": answer}
 
 
@@ -107,6 +109,8 @@ def _answer(record: Mapping[str, Any], point: PlanPoint) -> _Answer:
         if "candidate" in record:
             low, high = record["candidate"]["interval_s"]
             return Candidate(**{**record["candidate"], "interval_s": (low, high)}, number=number, plan=plan)
+        if "needs_bytes" in record:
+            return TooLarge(int(record["needs_bytes"]))
         return str(record["refused"]) if "refused" in record else float(record["step_s"])
     except (KeyError, TypeError, ValueError):
         raise DataError("--journal: it holds answers of something else than a search: give another file") from None

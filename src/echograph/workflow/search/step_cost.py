@@ -8,7 +8,7 @@ that stream to itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -84,6 +84,7 @@ class StepCost:
         forward: the forward pass of each layer.
         backward: the backward pass, recomputation included; what it waits, where it runs in one piece.
         adding_ps: kernels that add a micro-batch's whole gradients to those of the ones before.
+        copying_ps: kernels that copy a micro-batch's gradients into the buckets that are reduced.
         all_ps: kernels of both passes, with what is of no layer.
         update_ps: of the optimizer.
         held: bytes.
@@ -92,6 +93,7 @@ class StepCost:
     forward: PassCost
     backward: PassCost
     adding_ps: Float64
+    copying_ps: Float64
     all_ps: float
     update_ps: float
     held: StepBytes
@@ -122,6 +124,7 @@ def step_cost(
         forward=passes[0],
         backward=passes[1],
         adding_ps=layers.shares(*_adding(timed, system, costs)),
+        copying_ps=layers.shares(*_copying(timed, system, costs)),
         all_ps=float((time * (forward | backward) * counts).sum()),
         update_ps=float((time * (ops.phase == Phase.OPTIMIZER) * counts).sum()),
         held=_held(layers),
@@ -145,14 +148,34 @@ def _held(layers: _Layers) -> StepBytes:
 
 def _adding(step: StepGraph, system: System, costs: KnownCosts) -> tuple[Bools, Float64]:
     """Which tensors are gradients that micro-batches add up, and what that takes, in picoseconds."""
-    found, takes = np.zeros(len(step.tensors), bool), np.zeros(len(step.tensors))
     rows = [row for row in final_gradients(step) if not adds_up(step, row)]
     builder = GraphBuilder(name=ACCUMULATE)
     made = [replace(step.tensor(row), sharded=()) for row in rows]
     accumulate(builder, ((one, one.name, at) for at, one in zip(builder.tensors(made), made, strict=True)))
-    timed = system.annotate(builder.build(StepGraph), costs)
+    return _of_tensors(step, rows, builder.build(StepGraph), system, costs)
+
+
+def _copying(step: StepGraph, system: System, costs: KnownCosts) -> tuple[Bools, Float64]:
+    """Which tensors are gradients that buckets are filled with, and what the copy takes, in picoseconds."""
+    rows = final_gradients(step)
+    builder = GraphBuilder(name="copies")
+    made = [replace(step.tensor(row), sharded=()) for row in rows]
+    nbytes = [one.nbytes for one in made]
+    builder.computes(
+        ["zero.copy_to_bucket"] * len(made), phase=Phase.BACKWARD,
+        inputs=[(port,) for port in builder.tensors(made)], bytes_read=nbytes, bytes_written=nbytes,
+    )  # fmt: skip
+    return _of_tensors(step, rows, builder.build(StepGraph), system, costs)
+
+
+def _of_tensors(
+    step: StepGraph, rows: Sequence[int], made: StepGraph, system: System, costs: KnownCosts
+) -> tuple[Bools, Float64]:
+    """Which tensors of a step have a kernel of their own in another one, in turn, and what it takes."""
+    found, takes = np.zeros(len(step.tensors), bool), np.zeros(len(step.tensors))
+    timed = system.annotate(made, costs)
     known, _, _ = timed.ops.duration_on(system.cluster.device)
-    found[rows], takes[rows] = True, np.maximum(known, 0)
+    found[list(rows)], takes[list(rows)] = True, np.maximum(known, 0)
     return found, takes
 
 
