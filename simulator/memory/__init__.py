@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -394,13 +394,17 @@ def _layers(name: str) -> str:
     return re.sub(r"(?<![^.])(\d+|\{\})(?![^.])", "*", name)
 
 
-def largest_memory(job: JobGraph, capacity_bytes: int, runtime: Runtime | None = None) -> Memory | None:
+def largest_memory(
+    job: JobGraph, capacity_bytes: int, runtime: Runtime | None = None, most_bytes: float = inf
+) -> Memory | None:
     """Memory of the program that has most allocated at its peak, with the peaks of all.
 
     Args:
         job: the job.
         capacity_bytes: memory of the device.
         runtime: what the framework takes besides.
+        most_bytes: what a device may need. The first program that allocates more is told, and of no other, nor
+            what the allocator reserves.
 
     Returns:
         None for a job that has no tensors (an imported trace).
@@ -416,6 +420,8 @@ def largest_memory(job: JobGraph, capacity_bytes: int, runtime: Runtime | None =
         # One is kept: what lives when is as large as the calls of a program.
         if (its := peak + _nccl_bytes(job, number, runtime)) > needed:
             most, needed, largest = number, its, usage
+        if its + runtime.cuda_context_bytes > most_bytes:
+            return _of(usage, job, number, capacity_bytes, runtime, reserve=False)
     assert largest is not None
     found = _of(largest, job, most, capacity_bytes, runtime, reserve=True)
     return replace(found, programs=peaks, at_rest=rests)

@@ -179,21 +179,18 @@ def memory_of(
         job: as of `simulate`.
         system: where it runs.
         plan: the plan that made the job.
-        most_bytes: what a device may need. Where the first program's needs more, that is told, and of no other.
+        most_bytes: as of `largest_memory`.
         costs: as of `System.annotate`.
 
     Returns:
         None for a job that has no tensors.
     """
-    from echograph.simulator.memory import largest_memory, memory
+    from echograph.simulator.memory import largest_memory
 
     said = plan.stack or job.workload.stack
     job, host, _ = on_system(job, said, system, costs)
-    job, capacity, runtime = host.runs(job), system.cluster.memory_bytes, runtime_of(said, system.architecture)
-    first = memory(job, 0, capacity, runtime, reserve=False)
-    if first is None or first.device_bytes > most_bytes:
-        return first
-    return largest_memory(job, capacity, runtime)
+    runtime = runtime_of(said, system.architecture)
+    return largest_memory(host.runs(job), system.cluster.memory_bytes, runtime, most_bytes)
 
 
 def predict(
