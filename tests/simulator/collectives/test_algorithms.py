@@ -280,8 +280,8 @@ def test_more_whole_domains_never_take_less(
 ) -> None:
     largest = cluster.max_gpus // cluster.domain_gpus
     few, many = (min(count, largest) for count in (domains, domains + more))
-    # Leaving the first domain halves what an all-to-all moves inside it, and a message leaves it altogether: PCIe can
-    # be slower than the network (RTX PRO 6000: 37 GB/s between two GPUs of a host, 47 to another's).
+    # Leaving the first domain halves what an all-to-all moves inside it, and a message leaves it altogether: PCIe
+    # can be slower than the network (RTX PRO 6000: 37 GB/s between two GPUs of a host, 47 to another's).
     assume(kind not in ("all_to_all", "send_recv") or few > 1)
     times = [
         collective_time(kind, size, cluster.place(range(count * cluster.domain_gpus)), cluster).seconds
