@@ -62,7 +62,7 @@ the correction moves on to the next knot."""
 
 BATCHES = 0.97
 """The same of batches, whose correction is that of one product of all their rows. Narrow ones are not asked: what
-they take longer (1.45 to 1.67 times of 128 columns, not at all of 256) is one factor, which no size explains."""
+they take longer (1.42 to 1.70 times of 128 columns, not at all of 256) is one factor, which no size explains."""
 
 
 def many_sizes(count: int) -> tuple[FloatArray, ...]:
