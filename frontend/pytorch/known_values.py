@@ -219,6 +219,12 @@ def given(fake: Callable[[Tensor], Tensor], part: Any) -> Any:
     return made
 
 
+def lifted(part: Any, made: Any) -> None:
+    """Of what PyTorch made of numbers below its functions (`torch.LongTensor([5, 7])`) the values are known."""
+    if type(part) is Tensor and isinstance(made, FakeTensor) and is_small(part, MOST_OF_GPU):
+        setattr(made, _VALUES, copied(part))
+
+
 def spread(func: Any, args: tuple[Any, ...], out: Any) -> bool:
     """Whether a function counts numbers that nobody has, whose counts are then taken to be even."""
     counts = func in _COUNTING and bool(args) and isinstance(args[0], FakeTensor) and not is_known(args[0])

@@ -597,7 +597,8 @@ class OnTheDevice(TorchFunctionMode):
         return self._run(func, args, kwargs)
 
     def _question(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return QUESTIONS[func](self._note, *args) if isinstance(args[0], FakeTensor) else NotImplemented
+        asks = args and isinstance(args[0], FakeTensor)
+        return QUESTIONS[func](self._note, *args, *kwargs.values()) if asks else NotImplemented
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a comparison makes lies in order, as it did before PyTorch 1.7: scripts of accuracy go by that."""

@@ -16,9 +16,10 @@ import random
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -98,7 +99,21 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
                 asked = importlib.import_module("transformers.utils.hub")
                 if hasattr(asked, "TRANSFORMERS_CACHE"):  # before 5 it keeps a place of its own
                     stack.enter_context(replaced(asked, "TRANSFORMERS_CACHE", folder))
+                for function in _LOOKING:
+                    stack.enter_context(patched(asked, function, partial(_kept_in, folder, fakes.weights)))
         yield
+
+
+_LOOKING = ("hf_hub_download", "snapshot_download", "try_to_load_from_cache")
+
+
+def _kept_in(folder: str, names: Collection[str], original: Callable[..., Any]) -> Callable[..., Any]:
+    """What looks for a file of the hub, where a script has a cache of its own (`cache_dir=`)."""
+
+    def look(repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        return original(repo_id, *args, **(kwargs | {"cache_dir": folder} if repo_id in names else kwargs))
+
+    return look
 
 
 def _package(name: str) -> Any:
@@ -438,7 +453,10 @@ def _model(given: Mapping[str, Any], folder: Path) -> None:
     config = kind.config_class.from_dict(dict(given))
     config.save_pretrained(folder)
     with _disable_current_modes(), torch.device("meta"):
-        held = kind(config).state_dict()
+        model = kind(config)
+    # As files are: of weights that are tied there is one.
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+    held = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     header, end = {}, 0
     for name, tensor in held.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()

@@ -58,7 +58,7 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIMIZER, PHASE, RECOMPUTE
 from echograph.frontend.pytorch.call_nodes import is_allocation, is_in_place
-from echograph.frontend.pytorch.known_values import apart, exchanged
+from echograph.frontend.pytorch.known_values import apart, exchanged, lifted
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
 from echograph.frontend.pytorch.recorder import HANDLES, ModelInput, OperatorRecorder
 from echograph.frontend.pytorch.shapes import Results, Shapes
@@ -201,6 +201,7 @@ GRAPH = "graph"
 _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE, REGION)
 SILENT_NAMESPACES = ("prim", "profiler")
 _ITEM = _ATEN._local_scalar_dense.default
+_LIFT = torch.ops.aten.lift_fresh.default
 _COPY = _ATEN.copy_.default
 _DEVICE = torch.ops.prim.device.default
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -746,6 +747,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         out = found(func, args, kwargs)
         if out is None:
             out = self._shapes.call(func, args, kwargs | {"device": _CPU} if elsewhere else kwargs)
+        if func is _LIFT:
+            lifted(args[0], out)
         if elsewhere:
             places.mark(out)
         else:

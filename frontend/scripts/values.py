@@ -342,7 +342,16 @@ def _format(note: NoteTaker, tensor: Tensor, form: str) -> str:
     return format(answer(tensor, note), form) if tensor.dim() == 0 else object.__format__(tensor, form)
 
 
+def _equal(_: NoteTaker, tensor: Tensor, other: Any, *__: Any) -> bool:
+    """Whether two tensors are the same: those of other shapes are not, and one is as itself."""
+    if tensor is other or not isinstance(other, Tensor) or tensor.shape != other.shape:
+        return tensor is other
+    return _decided(asked(), "whether tensors are equal")
+
+
 QUESTIONS: dict[Any, Callable[..., Any]] = {
+    torch.equal: _equal,
+    Tensor.equal: _equal,
     Tensor.item: _item,
     Tensor.tolist: _list,
     Tensor.numpy: _array,

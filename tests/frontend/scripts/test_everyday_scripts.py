@@ -383,3 +383,21 @@ def test_a_loader_with_a_constructor_of_its_own_loads_here(tmp_path: Path) -> No
         "    model(x).sum().backward()\n    optimizer.step()\n"
     )
     assert run_script(Script(path=tmp_path / "train.py"), World(), TorchAdapter()).recorder.samples == 2
+
+
+SIZES = """import torch
+sizes = torch.LongTensor([5, 7]).to("cuda")
+plane = torch.nn.Parameter(torch.randn((1, 2, sizes[0], sizes[1]), device="cuda"))
+assert sizes.tolist() == [5, 7] and plane.shape == (1, 2, 5, 7)
+assert torch.FloatTensor([1.5, 2.0]).cuda().sum().item() == 3.5
+optimizer = torch.optim.SGD([plane], lr=0.1)
+for step in range(2):
+    plane.sum().backward()
+    optimizer.step()
+"""
+
+
+def test_sizes_that_an_old_constructor_holds_are_known(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SIZES)
+    assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded

@@ -105,6 +105,21 @@ def test_what_is_not_named_says_how_to_name_it(tmp_path: Path) -> None:
         run(tmp_path, text, Fakes())
 
 
+def test_a_cache_of_the_scripts_own_has_what_is_made(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 16, "vocab_size": 32}
+    text = f"""import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("some-lab/small", cache_dir={str(tmp_path / "own")!r}).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.ones(2, 4, dtype=torch.long, device="cuda")).logits.sum().backward()
+    optimizer.step()
+"""
+    held = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}
+    assert run(tmp_path, text, Fakes(weights={"some-lab/small": held})).recorder.recorded
+
+
 HUB = """import torch
 from torch.hub import load_state_dict_from_url
 model = torch.nn.Linear(4, 2)

@@ -262,6 +262,16 @@ def test_what_ranks_gather_is_taken_to_be_alike() -> None:
     assert [size.item() for size in sizes] == [4, 4]
 
 
+def test_tensors_that_nobody_has_are_equal_as_the_user_says() -> None:
+    one, other = torch.empty(4, device="cuda"), torch.empty(4)
+    assert torch.equal(one, one) and not torch.equal(one, torch.empty(5)) and not one.equal(torch.empty(4, 1))
+    for ask in (lambda: torch.equal(one, other), lambda: other.equal(one), lambda: torch.equal(one, other=other)):
+        with pytest.raises(CaptureError, match=r"whether tensors are equal decides .*--decide .*=yes"):
+            ask()
+        with values.deciding({"test_host_values.py": True}):
+            assert ask()
+
+
 def test_who_only_prints_is_told_how_an_unknown_number_compares() -> None:
     read = torch.empty(8192).sum()
     assert values.printed(lambda: read.item() > 0.0)()
