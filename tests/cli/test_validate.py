@@ -159,6 +159,9 @@ def test_spellings_of_a_precision(text: str, read: tuple[str, str] | None) -> No
         ("no activation checkpointing", "none"),
         ("full", "full"), ("Full AC", "full"), ("True", "full"), ("activation checkpointing", "full"),
         ("selective", "selective"), ("Selective AC", "selective"), ("selective(op)", "selective-op"),
+        ("selective (attn)", "selective"), ("core_attn", "selective"), ("full, uniform, 1", "full"),
+        ("selective (2)", "2"), ("AC every 2", "2"), ("every 3rd layer", "3"), ("every 1", "full"),
+        ("full, block, 10", None), ("full, uniform, 4", None), ("mlp", None),
         ("Selective (op)", "selective-op"), ("sometimes", None), ("half of the layers", None),
     ],
 )  # fmt: skip
@@ -375,6 +378,7 @@ def test_the_plan_hints_at_the_stack_of_an_unknown_trainer(plan: dict[str, Any],
         ("AMD Instinct MI300", "mi300x-node"), ("nvidia h200", "dgx-h200"),
         ("A100-80GB-SXM4", "dgx-a100"), ("A100-SXM4-40GB", "azure-nd-a100-v4"), ("DGX-GB300", "gb300-nvl72"),
         ("DGX-B200", "dgx-b200"), ("H100-96GB-HBM2e-500W", "grand-teton-h100"),
+        ("NVIDIA L40S 48GB", "ethernet-100g"), ("RTX PRO 6000 Blackwell", "rtx-pro-6000-node"),
     ],
 )  # fmt: skip
 def test_spellings_of_gpus(gpu: str, cluster: str) -> None:

@@ -65,7 +65,7 @@ def recompute(text: str, selective: str = "selective") -> str | None:
     """What is computed again, as plans call it.
 
     Args:
-        text: as "No AC", "True", "selective(op)"; "": nothing.
+        text: as "No AC", "True", "selective(op)", "every 2 layers"; "": nothing.
         selective: what a bare "selective" is.
     """
     said = _RECOMPUTE_NOISE.sub(" ", text.lower()).strip()
@@ -75,6 +75,12 @@ def recompute(text: str, selective: str = "selective") -> str | None:
         return "selective-op"
     if said in ("selective", "sac"):
         return selective
+    if said in ("selective attn", "selective attention", "core attn", "core attention"):
+        return "selective"
+    if every := re.fullmatch(r"(?:selective|sac|every) ([1-9][0-9]*)(?:nd|rd|th)?(?: layers?)?", said):
+        return "full" if every[1] == "1" else every[1]
+    if said == "full uniform 1":  # Megatron-LM's words: one layer after the other
+        return "full"
     # What only names recomputation has it.
     return "full" if not said or said in _YES else None
 
