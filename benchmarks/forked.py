@@ -16,7 +16,9 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -74,6 +76,8 @@ def run(
             for number, file in enumerate((out, errors), start=1):
                 os.dup2(file.fileno(), number)
             _become(arguments, folder, environment, bytecode, limit_s)
+        with suppress(OSError):  # either may be first; the child may have ended
+            os.setpgid(child, child)
         status, usage = _wait(child, began + patience_s)
         told = [(file.seek(0), file.read().decode(errors="replace"))[1] for file in (out, errors)]
     return Ended(
@@ -97,6 +101,8 @@ def _become(
 ) -> NoReturn:
     """The life of a fork; without what an interpreter does at its end, which would copy all that is shared."""
     status = 1
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False  # folders of this process's parent are not this one's to remove
     try:
         os.setpgid(0, 0)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))

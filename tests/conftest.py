@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # Test helpers are plain modules beside the tests that use them.
-sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("simulator", "processes")]
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("simulator", "processes", ".")]
+
+from long_cases import FILE  # noqa: E402
 
 # Each worker has a core; threads of PyTorch beyond it would wait for each other in loops that use all of it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,8 +58,16 @@ def warm() -> Iterator[Path]:
         yield folder
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without measured tables, one test of each module that compares with them stands for its others."""
+    """Cases that take long, of tests that have quicker ones, are slow tests (`long_cases.py`).
+
+    Without measured tables, one test of each module that compares with them stands for its others.
+    """
+    long = set(FILE.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.slow)
     if _has_tables():
         return
     kept: dict[Path, list[pytest.Item]] = {}

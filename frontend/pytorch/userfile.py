@@ -82,7 +82,12 @@ def _load(path: Path) -> ModuleType:
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     sys.modules[_MODULE_NAME] = module  # dataclasses and pickling look their module up
-    specification.loader.exec_module(module)
+    writes = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # a capture leaves nothing beside the user's files
+    try:
+        specification.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = writes
     return module
 
 

@@ -401,13 +401,15 @@ def _as_main(script: Script, arguments: Sequence[str]) -> Iterator[None]:
     """The interpreter as a script finds it, then as it was; what was imported from beside it is forgotten."""
     folder = str(script.path.resolve().parent)
     argv, path, before, here = sys.argv, list(sys.path), set(sys.modules), Path.cwd()
-    hook = sys.excepthook
+    hook, writes = sys.excepthook, sys.dont_write_bytecode
     sys.argv = [str(script.path), *arguments]
+    # Nothing is left beside a user's files.
+    sys.dont_write_bytecode = writes or sys.pycache_prefix is None
     sys.path.insert(0, str(here) if script.module else folder)
     try:
         yield
     finally:
-        sys.argv, sys.path[:], sys.excepthook = argv, path, hook
+        sys.argv, sys.path[:], sys.excepthook, sys.dont_write_bytecode = argv, path, hook, writes
         os.chdir(here)
         roots = (Path(folder), here) if script.module else (Path(folder),)
         # A package without a file asks its parent where it lies: all are asked before any is gone.

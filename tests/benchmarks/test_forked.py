@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,10 @@ def test_a_command_runs_in_its_folder(tmp_path: Path) -> None:
 
 def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert run("--version", folder=tmp_path, patience_s=0.0).status is None
+
+
+def test_folders_of_the_process_are_left_to_it(tmp_path: Path) -> None:
+    """A command that ends as an interpreter does would remove what this process made for its own time."""
+    with tempfile.TemporaryDirectory() as folder:
+        assert run("--version", folder=tmp_path).status == 0
+        assert Path(folder).is_dir()

@@ -59,7 +59,7 @@ def tied_step(
     tokens, shared = tensor("tokens", TensorRole.INPUT), tensor("shared.weight", TensorRole.PARAMETER)
     mask, _ = forward("aten.triu", "", tokens)
     embedded, embed = forward("aten.embedding", "embed", shared, tokens)
-    x, done, of_layer, of_skipped = embedded, [], [*rows] or [8] * layers, embed
+    x, done, updates, of_layer, of_skipped = embedded, [], [], [*rows] or [8] * layers, embed
     for layer in range(layers):
         weight = tensor(f"h.{layer}.weight", TensorRole.PARAMETER, rows=of_layer[layer])
         y, at = forward("aten.mm", f"h.{layer}", x, weight, mask)
@@ -73,26 +73,23 @@ def tied_step(
     d_logits = backward("aten.loss_backward", "", head, logits)
     of_head = backward("aten.mm", "head", head, d_logits, x)
     gradient = d_skip = backward("aten.mm", "head", head, d_logits, shared)
-    updates = []
     for layer, x, weight, at in reversed(done):
         name = f"h.{layer}.weight"
-        if names:
-            at = done[layer - names[layer]][3]
+        at = done[layer - names[layer]][3] if names else at
         if layer == skip_from:
             gradient = backward("aten.add", "", of_skipped, gradient, d_skip)
         of_weight = backward("aten.mm", f"h.{layer}", at, gradient, x, gradient_of=name, rows=of_layer[layer])
-        updates.append((f"h.{layer}", name, weight, of_weight))
+        updates.append((f"h.{layer}", name, weight, of_weight, of_layer[layer]))
         gradient = backward("aten.mm", f"h.{layer}", at, gradient, weight)
     if skip:
         gradient = backward("aten.add", "", embed, gradient, d_skip)
     of_embed = backward("aten.embedding_backward", "embed", embed, gradient, tokens)
     total = backward("aten.add", "embed", embed, of_head, of_embed, gradient_of="shared.weight")
-    updates.append(("embed", "shared.weight", shared, total))
+    updates.append(("embed", "shared.weight", shared, total, 8))
     norm = tensor("norm")
     if clip:
-        b.compute("aten._foreach_norm", phase=Phase.OPTIMIZER, inputs=[g for *_, g in updates], outputs=(norm,))
-    for module, name, weight, grad in reversed(updates):
-        its = of_layer[int(module[2:])] if module.startswith("h.") else 8
+        b.compute("aten._foreach_norm", phase=Phase.OPTIMIZER, inputs=[g for *_, g, _ in updates], outputs=(norm,))
+    for module, name, weight, grad, its in reversed(updates):
         new = tensor(name, TensorRole.PARAMETER, weight, its)
         op("aten.sgd_", module, Phase.OPTIMIZER, (weight, grad, *((norm,) if clip else ())), new, None)
     return Fold()(b.build(StepGraph))

@@ -238,3 +238,16 @@ def test_a_capture_without_a_process_of_its_own_restores_what_it_can(tmp_path: P
             with pytest.raises(CaptureError):
                 run_script(Script(path=path), World(size=2), TorchAdapter())
             assert found() == before, deed
+
+
+def test_no_bytecode_is_left_beside_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "own" / "train.py"
+    path.parent.mkdir()
+    path.with_name("model_beside.py").write_text("import torch\nlayer = torch.nn.Linear(8, 8).cuda()\n")
+    path.write_text(
+        SCRIPT.format(before="from model_beside import layer", made="model = layer", within="", after="")
+    )
+    run_script(Script(path=path), World(size=2), TorchAdapter())
+    assert sorted(one.name for one in path.parent.iterdir()) == ["model_beside.py", "train.py"]
+    assert not sys.dont_write_bytecode
