@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
-LONG_S = 0.7
+LONG_S = 0.5
 FILE = Path(__file__).with_suffix(".txt")
 
 
