@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 OUT := out
-ROOMS := frontend ir models profiler proto simulator
+SOURCES := frontend ir models profiler proto simulator
 
 .PHONY: demo test test-all bench lint setup setup-dev proto clean
 
@@ -39,7 +39,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "torch==2.13.0"
 	$(PIP) --editable ".[torch]"
-	$(BIN)/python -m compileall -q src $(ROOMS)  # pip compiles no sources of an editable project
+	$(BIN)/python -m compileall -q src $(SOURCES)  # pip compiles no sources of an editable project
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready

@@ -270,6 +270,7 @@ class Invocation:
         parts: the operations that it is in the graph: one, or those of a launch that they share.
         products: whether it multiplies matrices, whose power depends on the numbers.
         since: as of an operand, of the operator's code.
+        tf32: whether operands of fp32 may be rounded to TF32; None: as PyTorch does by default, or there are none.
     """
 
     operator: str
@@ -279,6 +280,7 @@ class Invocation:
     parts: tuple[Part, ...] = ()
     products: bool = False
     since: int | None = None
+    tf32: bool | None = None
 
     @cached_property
     def text(self) -> str:
@@ -286,7 +288,8 @@ class Invocation:
         given = [_text(a) for a in self.arguments]
         given += [f"{name}={_text(a)}" for name, a in self.keywords]
         since = "" if self.since is None else f" {format_bytes(self.since)} ago"
-        return f"{self.operator}.{self.overload}({', '.join(given)}){since}"
+        rounding = {True: " tf32", False: " ieee", None: ""}[self.tf32]
+        return f"{self.operator}.{self.overload}({', '.join(given)}){since}{rounding}"
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:

@@ -14,9 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # Test helpers are plain modules beside the tests that use them.
-sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("simulator", "processes", ".")]
-
-from long_cases import FILE  # noqa: E402
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("simulator", "processes")]
 
 # Each worker has a core; threads of PyTorch beyond it would wait for each other in loops that use all of it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -64,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Without measured tables, one test of each module that compares with them stands for its others.
     """
-    long = set(FILE.read_text(encoding="utf-8").splitlines())
+    long = set((ROOT / "tests" / "long_cases.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
         if item.nodeid in long:
             item.add_marker(pytest.mark.slow)

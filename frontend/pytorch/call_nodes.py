@@ -167,24 +167,12 @@ _GEMM_OPERANDS = {
     "fp8._scaled_mm": ("a", "b"),
     "fp8._scaled_mm_add_": ("a", "b"),
 }
-_WIDE_PRODUCTS = {
-    getattr(packet, overload)
-    for packet in (getattr(torch.ops.aten, name) for name in ("mm", "bmm", "addmm", "baddbmm"))
-    for overload in packet.overloads()
-}
-_CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
 _ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _CONVOLUTION = ("convolution", "convolution_backward")
 # What the results' shapes say, and what is the device's affair.
 _SHAPES = ("size", "shape", "split_size", "split_sizes", "pin_memory")
 _HANDLES = (torch.device, torch.layout, torch.memory_format, torch.Generator)
-
-
-def may_round(node: Node) -> bool | None:
-    """Whether PyTorch now lets a product or a convolution round operands of fp32 to TF32; None: it is neither."""
-    kind = "matmul" if node.target in _WIDE_PRODUCTS else "conv" if node.target in _CONVOLUTIONS else None
-    return None if kind is None else torch._C._get_fp32_precision_getter("cuda", kind) == "tf32"
 
 
 def attributes_of(node: Node) -> Attributes | None:

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from echograph.frontend.pytorch.annotate import VAL, call_nodes
 from echograph.frontend.pytorch.call_nodes import (
     arguments,
+    attributes_of,
     is_allocation,
     is_getitem,
     is_view,
@@ -29,7 +30,7 @@ from echograph.frontend.pytorch.call_nodes import (
 )
 from echograph.ir.graph import StepGraph
 from echograph.ir.profile import Argument, Invocation, Named, Operand, Part, Signature, signatures
-from echograph.ir.types import MultiTensor
+from echograph.ir.types import Convolution, Gemm, MultiTensor
 
 _Ages = dict[Node | str, int]
 """Of tensors, and of operators' code by their names: the bytes of other tensors that were used since."""
@@ -108,7 +109,17 @@ def _call(node: Node, since: dict[Node, _Ages], maker: bool = True) -> Invocatio
         arguments=tuple(plain(value) for value in node.args),
         keywords=tuple((name, plain(value)) for name, value in node.kwargs.items()),
         since=since[node].get(qualified_name(node)),
+        tf32=_rounding(node),
     )
+
+
+def _rounding(node: Node) -> bool | None:
+    match attributes_of(node):
+        case Gemm(tf32=True):
+            return True
+        case Convolution(ieee=True):
+            return False
+    return None
 
 
 def _operand(node: Node, number: int, since: int | None, maker: Invocation | None) -> Operand:

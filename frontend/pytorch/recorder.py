@@ -39,8 +39,8 @@ from echograph.frontend.pytorch.annotate import (
     TF32,
     VAL,
 )
-from echograph.frontend.pytorch.call_nodes import may_round
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
+from echograph.frontend.pytorch.rounding import may_round
 from echograph.frontend.pytorch.shapes import Shapes
 from echograph.frontend.pytorch.step import TrainingStep
 

@@ -222,7 +222,7 @@ class Shapes:
             return None
         at = made.argument
         if at != -1:
-            return kwargs[at] if type(at) is str else args[at]  # type: ignore[index]
+            return kwargs[at] if isinstance(at, str) else args[at]
         with torch._C._DisableTorchDispatch():
             data = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
             if made.views:

@@ -56,6 +56,17 @@ def user_line(error: BaseException) -> str:
 _MODULE_NAME = "echograph_user_model"
 
 
+@contextmanager
+def without_bytecode() -> Iterator[None]:
+    """In the context what is imported is not left compiled beside a user's files."""
+    writes = sys.dont_write_bytecode
+    sys.dont_write_bytecode = writes or sys.pycache_prefix is None
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = writes
+
+
 def build_from_file(reference: str) -> tuple[nn.Module, Inputs, LossFunction | None]:
     """Runs the function that `file.py:function` names; call it under `capture_mode`.
 
@@ -82,12 +93,7 @@ def _load(path: Path) -> ModuleType:
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     sys.modules[_MODULE_NAME] = module  # dataclasses and pickling look their module up
-    writes = sys.dont_write_bytecode
-    sys.dont_write_bytecode = True  # a capture leaves nothing beside the user's files
-    try:
-        specification.loader.exec_module(module)
-    finally:
-        sys.dont_write_bytecode = writes
+    specification.loader.exec_module(module)
     return module
 
 
@@ -136,7 +142,8 @@ def _importable(folder: Path) -> Iterator[None]:
     entry = str(folder.resolve())
     sys.path.insert(0, entry)
     try:
-        yield
+        with without_bytecode():
+            yield
     finally:
         sys.path.remove(entry)
         sys.modules.pop(_MODULE_NAME, None)

@@ -22,9 +22,11 @@ from functools import wraps
 from pathlib import Path
 from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
+import msgspec
 import torch
+from msgspec.structs import astuple
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.fx import Node
@@ -77,7 +79,7 @@ _SWITCHES = sys.version_info < (3, 12)
 _HELPERS = tuple(str(_TORCH / "utils" / name) for name in ("_pytree.py", "weak.py"))
 
 
-class HostWork(NamedTuple):
+class HostWork(msgspec.Struct, frozen=True):
     """What the host does before an operator, since the one before it.
 
     Attributes:
@@ -108,9 +110,9 @@ class HostWork(NamedTuple):
     hashed: int = 0
     stood_in: tuple[str, ...] = ()
 
-    def __add__(self, other: HostWork) -> HostWork:  # type: ignore[override]
+    def __add__(self, other: HostWork) -> HostWork:
         """Both, one after the other."""
-        return HostWork(*map(operator.add, self, other))
+        return HostWork(*map(operator.add, astuple(self), astuple(other)))
 
 
 class HostPrice(Protocol):

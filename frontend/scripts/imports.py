@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dis
 import linecache
 import site
 import sys
@@ -156,18 +155,13 @@ def is_caught(frame: FrameType) -> bool:
     """
     within: FrameType | None = frame
     while within is not None:
-        asked = _is_guarded(within) and (within is frame or _of_script(within))
+        # Without any `try` or `with` there is nothing to read, which takes long.
+        asked = bool(within.f_code.co_exceptiontable) and (within is frame or _of_script(within))
         caught = _caught(_text(within.f_code.co_filename), within is frame) if asked else ()
         if any(within.f_lineno in lines for lines in caught):
             return True
         within = within.f_back
     return False
-
-
-def _is_guarded(frame: FrameType) -> bool:
-    """Whether a frame is in any `try` or `with`: what it catches takes long to read."""
-    table = dis._parse_exception_table(frame.f_code)  # type: ignore[attr-defined]
-    return any(entry.start <= frame.f_lasti < entry.end for entry in table)
 
 
 def _text(file: str) -> str:

@@ -33,8 +33,9 @@ from torch.utils import _device
 from echograph.errors import CaptureError, EchoError, InputError
 from echograph.frontend.pytorch.capture import fake_mode, plain_attention_masks, quiet_fakes
 from echograph.frontend.pytorch.device_ops import cuda_operators
+from echograph.frontend.pytorch.rounding import settings_kept
 from echograph.frontend.pytorch.shapes import Results
-from echograph.frontend.pytorch.userfile import reason
+from echograph.frontend.pytorch.userfile import reason, without_bytecode
 from echograph.frontend.scripts import fakes, imports, launchers, network, older, stand_ins
 from echograph.frontend.scripts.adapter import Adapter, once_imported, patched, replaced, unpatched
 from echograph.frontend.scripts.device import remedy
@@ -401,15 +402,14 @@ def _as_main(script: Script, arguments: Sequence[str]) -> Iterator[None]:
     """The interpreter as a script finds it, then as it was; what was imported from beside it is forgotten."""
     folder = str(script.path.resolve().parent)
     argv, path, before, here = sys.argv, list(sys.path), set(sys.modules), Path.cwd()
-    hook, writes = sys.excepthook, sys.dont_write_bytecode
+    hook = sys.excepthook
     sys.argv = [str(script.path), *arguments]
-    # Nothing is left beside a user's files.
-    sys.dont_write_bytecode = writes or sys.pycache_prefix is None
     sys.path.insert(0, str(here) if script.module else folder)
     try:
-        yield
+        with without_bytecode():
+            yield
     finally:
-        sys.argv, sys.path[:], sys.excepthook, sys.dont_write_bytecode = argv, path, hook, writes
+        sys.argv, sys.path[:], sys.excepthook = argv, path, hook
         os.chdir(here)
         roots = (Path(folder), here) if script.module else (Path(folder),)
         # A package without a file asks its parent where it lies: all are asked before any is gone.
@@ -417,23 +417,18 @@ def _as_main(script: Script, arguments: Sequence[str]) -> Iterator[None]:
             del sys.modules[name]
 
 
-_FP32_PRECISIONS = (("generic", "all"), ("cuda", "all"), *(("cuda", kind) for kind in ("matmul", "conv", "rnn")))
-"""Where PyTorch keeps whether operands of fp32 may be rounded (`torch.backends`, `fp32_precision`)."""
-
-
 @contextmanager
 def _settings_kept() -> Iterator[None]:
     """Puts back what a script sets for the whole process: the next rank begins as this one did."""
     limit, dtype, grad = sys.getrecursionlimit(), torch.get_default_dtype(), torch.is_grad_enabled()
-    precision, default = torch.get_float32_matmul_precision(), torch._GLOBAL_DEVICE_CONTEXT
-    cudnn_rounds = torch.backends.cudnn.allow_tf32
-    rounded = [(each, torch._C._get_fp32_precision_getter(*each)) for each in _FP32_PRECISIONS]
+    default = torch._GLOBAL_DEVICE_CONTEXT
     device, context = _device.CURRENT_DEVICE, getattr(default, "device_context", None)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     names = vars(builtins)
     before = dict(names)
     try:
-        yield
+        with settings_kept():
+            yield
     finally:
         for name in names.keys() - before.keys():
             del names[name]
@@ -441,11 +436,6 @@ def _settings_kept() -> Iterator[None]:
         sys.setrecursionlimit(limit)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
-        # The older words first: they write the newer, and cannot be read where those say otherwise.
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = cudnn_rounds
-        for each, value in rounded:
-            torch._C._set_fp32_precision_setter(*each, value)
         # The mode of a default device went with those that the script ran under.
         _device.CURRENT_DEVICE, default.device_context = device, context
         for number, handler in handlers.items():

@@ -399,8 +399,8 @@ def _core(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> PowerD
     if not isinstance(op, Compute) or not isinstance(op.attributes, Gemm | Attention | Convolution) or not inputs:
         return PowerDraw()
     name = DTYPE_NAMES.get(inputs[0].dtype, "")
-    if isinstance(op.attributes, Gemm) and op.attributes.tf32 and name == "fp32":
-        name = "tf32" if "tf32" in device.gemm else name
+    if name == "fp32" and isinstance(op.attributes, Gemm) and op.attributes.tf32 and "tf32" in device.gemm:
+        name = "tf32"
     core = PowerDraw(STAND_IN.get(name, name))
     if not isinstance(op.attributes, Attention):
         return core

@@ -400,7 +400,7 @@ class _Measurer:
             RuntimeError: it does not run, or not within the memory that is free.
         """
         self._check(invocation)
-        with _kernels_alone():
+        with _kernels_alone(), _rounding(invocation.tf32):
             prepared = self._operands.make(invocation)
             peak = self._device.peak_bytes(prepared.run, prepared.tensors)
             for _ in range(_WARM_UP - 1):
@@ -450,6 +450,18 @@ def _kernels_alone() -> Iterator[None]:
     """Operators run without autograd, as the capture saw them."""
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         yield
+
+
+@contextmanager
+def _rounding(tf32: bool | None) -> Iterator[None]:
+    """Products and convolutions of fp32 may be rounded to TF32, or may not; None: as PyTorch does by default."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, convolutions.allow_tf32
+    products.allow_tf32, convolutions.allow_tf32 = tf32 is True, tf32 is not False
+    try:
+        yield
+    finally:
+        products.allow_tf32, convolutions.allow_tf32 = before
 
 
 def _measurement(

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from echograph.frontend.pytorch.capture import capture, capture_mode  # noqa: E402
 from echograph.frontend.pytorch.invocations import invocations_of  # noqa: E402
 from echograph.frontend.pytorch.lower import lower_nodes, workload_of  # noqa: E402
+from echograph.frontend.pytorch.rounding import settings_kept  # noqa: E402
 from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
 from echograph.frontend.pytorch.step import real_step  # noqa: E402
 from echograph.ir.graph import StepGraph  # noqa: E402
@@ -204,3 +205,17 @@ def test_a_random_state_names_the_call_that_makes_it(dtype: Any, kernel: str) ->
     made = [o.maker for o in backward.operands if o.maker is not None]
     assert {maker.text for maker, _ in made} == {forward.text}
     assert {index for _, index in made} == ({0, 1, 6, 7} if kernel == "flash" else {0, 1, 2, 3})
+
+
+def test_an_invocation_says_where_operands_of_fp32_are_not_rounded_as_by_default() -> None:
+    """Its text tells it apart, so that a measurement of the one is none of the other."""
+    plain = {one.text: one.tf32 for one in captured(SPECS["adamw"])[1]}
+    with settings_kept():
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = True, False
+        other = {one.text: one.tf32 for one in captured(SPECS["adamw"])[1]}
+    assert set(plain.values()) == {None}
+    products = {text for text, tf32 in other.items() if tf32}
+    convolutions = {text for text, tf32 in other.items() if tf32 is False}
+    assert products and all(text.endswith(" tf32") and "mm" in text for text in products)
+    assert convolutions and all(text.endswith(" ieee") and "convolution" in text for text in convolutions)
+    assert {text.removesuffix(" tf32").removesuffix(" ieee") for text in other} == set(plain)

@@ -15,6 +15,7 @@ from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
+from echograph.ir.graph import JobGraph
 from echograph.ir.types import DType, Gemm
 from echograph.simulator.memory import memory
 
@@ -162,10 +163,7 @@ def test_a_losss_copy_in_fp32_lives_until_its_gradient(tmp_path: Path) -> None:
 )
 def test_a_script_may_let_products_of_fp32_be_rounded(said: str, rounded: set[bool], tmp_path: Path) -> None:
     """Forward and backward, on every rank; those of 16 bits are not."""
-    path, before = tmp_path / "train.py", fp32_precisions()
-    path.write_text(ROUNDED.format(said=said))
-    graph = capture_script(Script(path=path), World(size=2), TorchAdapter()).graph
-    assert fp32_precisions() == before
+    graph = captured(ROUNDED.format(said=said), tmp_path, ranks=2)
     products = [op for op in map(graph.ops.__getitem__, range(len(graph.ops))) if "mm" in op.name]
     types = {graph.tensors[op.inputs[-1]].dtype for op in products}
     assert types == {DType.FP32, DType.BF16}
@@ -184,22 +182,28 @@ def test_a_script_may_let_products_of_fp32_be_rounded(said: str, rounded: set[bo
     ],
 )
 def test_a_script_may_forbid_that_convolutions_round(said: str, ieee: set[bool], tmp_path: Path) -> None:
-    path, before = tmp_path / "train.py", fp32_precisions()
-    path.write_text(ROUNDED.format(said=said).replace("Linear(64, 64)", "Conv1d(32, 32, 1)"))
-    graph = capture_script(Script(path=path), World(size=1), TorchAdapter()).graph
-    assert fp32_precisions() == before
+    graph = captured(ROUNDED.format(said=said).replace("Linear(64, 64)", "Conv1d(32, 32, 1)"), tmp_path, ranks=1)
     found = [op for op in map(graph.ops.__getitem__, range(len(graph.ops))) if "convolution" in op.name]
     wide = [op for op in found if graph.tensors[op.inputs[-1]].dtype is DType.FP32]
     assert {op.attributes.ieee for op in wide} == ieee
     assert not any(op.attributes.ieee for op in found if op not in wide)
 
 
+def captured(text: str, folder: Path, ranks: int) -> JobGraph:
+    """The graph of a script, after which PyTorch's settings are what they were."""
+    path, before = folder / "train.py", fp32_precisions()
+    path.write_text(text)
+    graph = capture_script(Script(path=path), World(size=ranks), TorchAdapter()).graph
+    assert fp32_precisions() == before
+    return graph
+
+
 def fp32_precisions() -> tuple[object, ...]:
     """What PyTorch's older and newer words say; they raise where they contradict each other."""
-    backends = torch.backends
-    older = torch.get_float32_matmul_precision(), backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
-    newer = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)  # type: ignore[attr-defined]
-    return *older, backends.fp32_precision, *(one.fp32_precision for one in newer)  # type: ignore[attr-defined]
+    older = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+    kinds = (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
+    newer = [torch._C._get_fp32_precision_getter(*kind) for kind in kinds]
+    return *older, torch.backends.cudnn.allow_tf32, *newer
 
 
 ROUNDED = """import torch

@@ -239,3 +239,22 @@ def test_cuda_idles_before_each_mark_and_counts_milliseconds(monkeypatch: pytest
     assert device.stop() == pytest.approx(1e-3) and len(slept) == 1
     there = device.environment()
     assert (there.device, there.threads, there.memory_bytes) == ("nvidia-h100-80gb-hbm3", 0, 2**30)
+
+
+@pytest.mark.parametrize("tf32", [None, True, False])
+def test_operands_are_rounded_as_in_the_step(tf32: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that may, and convolutions that may not, are other work than PyTorch's default."""
+    seen: set[tuple[bool, bool]] = set()
+
+    def settings() -> tuple[bool, bool]:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+    monkeypatch.setattr(Fake, "start", lambda self: seen.add(settings()))
+    before, device = settings(), Fake()
+    invocation = replace(unary("aten.neg"), tf32=tf32)
+    outcome = measure([invocation], device, Profile(environment=HERE), SHORT)
+    assert settings() == before and (tf32 is True, tf32 is not False) in seen
+    (found,) = outcome.profile.measurements
+    assert found.arguments.removeprefix("aten.neg.default(float32[4]#0 0 B ago)") == (
+        "" if tf32 is None else " tf32" if tf32 else " ieee"
+    )
