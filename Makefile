@@ -1,4 +1,4 @@
-# make demo: set up, compile BERT, simulate it on 1,024 GPUs.   make test: set up, then the whole suite.
+# make demo: set up, compile BERT, simulate it on 1,024 GPUs.   make test: set up, then the suite without slow tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
