@@ -164,7 +164,7 @@ class DeepSpeedAdapter(TorchAdapter):
         return initialize
 
     def _made(self, original: Callable[..., Any], recorder: ScriptRecorder) -> Callable[..., Any]:
-        def init(engine: Any, *args: Any, **kwargs: Any) -> None:
+        def init(engine: Any, /, *args: Any, **kwargs: Any) -> None:
             check(getattr(kwargs.get("config_class"), "_param_dict", {}))
             if type(engine).__name__ == "DualPipeVEngine":
                 raise CaptureError("DeepSpeed's DualPipeV is not captured: give its layers to a PipelineModule")
@@ -182,7 +182,7 @@ class DeepSpeedAdapter(TorchAdapter):
     def _gathering(self, original: Callable[..., Any], recorder: ScriptRecorder) -> Callable[..., Any]:
         """Parameters are gathered ahead, while other modules run: what they are for is their own module."""
 
-        def gather(coordinator: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        def gather(coordinator: Any, /, params: Any, *args: Any, **kwargs: Any) -> Any:
             with recorder.in_module(common_module(self._names.get(id(p), "") for p in params)):
                 return original(coordinator, params, *args, **kwargs)
 
@@ -217,7 +217,7 @@ def common_module(parameters: Iterable[str]) -> str:
 
 
 def _in_micro_batch(original: Callable[..., Any], recorder: ScriptRecorder, phase: str) -> Callable[..., Any]:
-    def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(engine: Any, /, *args: Any, **kwargs: Any) -> Any:
         number = engine.micro_steps % engine.gradient_accumulation_steps()
         if recorder.sample is None and phase == annotate.FORWARD:
             given = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
@@ -233,7 +233,7 @@ def _in_micro_batch(original: Callable[..., Any], recorder: ScriptRecorder, phas
 def _stepping(
     original: Callable[..., Any], recorder: ScriptRecorder, step_ends: Callable[[Any], None]
 ) -> Callable[..., Any]:
-    def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(engine: Any, /, *args: Any, **kwargs: Any) -> Any:
         before = engine.global_steps
         with recorder.in_phase(annotate.OPTIMIZER), recorder.carrying("other"):
             made = original(engine, *args, **kwargs)
@@ -313,7 +313,7 @@ class Pipelines:
         phase = _PASSES.get(name, annotate.OPTIMIZER)
         payload = "gradient" if name in _REDUCTIONS else "activation" if name in _PASSES else "other"
 
-        def execute(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        def execute(engine: Any, /, *args: Any, **kwargs: Any) -> Any:
             with ExitStack() as stack:
                 stack.enter_context(recorder.in_phase(phase))
                 stack.enter_context(recorder.carrying(payload))
@@ -376,7 +376,7 @@ def axes(engine: Any) -> dict[str, int]:
 def _training(
     original: Callable[..., Any], recorder: ScriptRecorder, step_ends: Callable[[Any], None]
 ) -> Callable[..., Any]:
-    def train_batch(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def train_batch(engine: Any, /, *args: Any, **kwargs: Any) -> Any:
         recorder.step_begins()
         # What is no instruction gathers the loss, after the optimizer.
         with recorder.in_phase(annotate.OPTIMIZER), recorder.carrying("other"):

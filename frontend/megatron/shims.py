@@ -85,7 +85,7 @@ def _scale_all(size: int, flag: Any, lists: list[list[Tensor]], factor: float) -
 def _fused(original: Callable[..., None]) -> Callable[..., None]:
     """Adam in one kernel, if nothing else is asked for."""
 
-    def init(optimizer: Any, *args: Any, **options: Any) -> None:
+    def init(optimizer: Any, /, *args: Any, **options: Any) -> None:
         if options.get("foreach") is None and options.get("fused") is None:
             options["fused"] = True
         original(optimizer, *args, **options)
@@ -97,7 +97,7 @@ def _update(original: Callable[..., Any]) -> Callable[..., Any]:
     """An update that takes the host, for each parameter that has a gradient, what Transformer Engine's does."""
 
     @wraps(original)
-    def step(optimizer: Any, *args: Any, **options: Any) -> Any:
+    def step(optimizer: Any, /, *args: Any, **options: Any) -> Any:
         counter = WorkCounter.current
         if counter is None:
             return original(optimizer, *args, **options)

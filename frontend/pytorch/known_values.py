@@ -58,6 +58,10 @@ _READS = (
 )  # fmt: skip
 
 
+class Guess:
+    """Of a number that stands for one that nobody has: what is made of it is not known."""
+
+
 @contextmanager
 def apart() -> Iterator[None]:
     """In the context, PyTorch computes: neither a capture sees it, nor does a default device (`cuda`) count."""
@@ -112,6 +116,8 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, m
     if given is _UNKNOWN:
         if in_place:
             forget(kwargs.get("out", first))
+        elif func in _MADE:
+            forget(out)  # PyTorch itself keeps small ones
         return
     try:
         with apart():
@@ -317,7 +323,7 @@ def _with_values(given: Any) -> Any:
     if type(given) in (tuple, list):
         parts = [_with_values(value) for value in given]
         return _UNKNOWN if any(part is _UNKNOWN for part in parts) else type(given)(parts)
-    return given
+    return _UNKNOWN if isinstance(given, Guess) else given
 
 
 @contextmanager
@@ -442,12 +448,14 @@ def plain(data: Any) -> Any:
 
 
 def _beside_numbers(data: Any) -> Any:
-    """Nested lists in which a tensor of one element is a number where it stands beside numbers, as in PyTorch."""
-    if not isinstance(data, list | tuple):
-        return data
-    if data and isinstance(data[0], list | tuple | Tensor):
-        return [_beside_numbers(part) for part in data]
-    return [part.reshape(()) if isinstance(part, Tensor) and part.numel() == 1 else part for part in data]
+    """Nested lists in which a tensor of one element is a number, whatever its dimensions, as in PyTorch."""
+    if isinstance(data, list | tuple):
+        return [_one_number(part) for part in data]
+    return data
+
+
+def _one_number(part: Any) -> Any:
+    return part.reshape(()) if isinstance(part, Tensor) and part.numel() == 1 else _beside_numbers(part)
 
 
 def _stacked(parts: Any) -> Tensor:

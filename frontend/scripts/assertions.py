@@ -1,7 +1,8 @@
 """What the text of a script tells where it asks for values: which way it goes on, and what it does with elements.
 
-Which way it goes is told where the other way raises or prints: assertions, and branches that do no more; and
-where it asks whether a mask chooses anything, and takes what it chooses: that is all of it.
+Which way it goes is told where the other way raises or prints: assertions, and branches that do no more; where it
+asks whether a mask chooses anything, and takes what it chooses: that is all of it; and where it keeps what is
+better than the best so far: what comes is better.
 
 A script that trains goes on there, so what it asserts of values is taken to hold. Where exceptions are caught in
 place, it may go either way.
@@ -39,6 +40,23 @@ def writes_back(frame: FrameType) -> bool:
     """Whether a frame reads elements that its statement writes: `nearest[mask] = found[mask]`, `x[mask] += 1`."""
     span = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     return span is not None and span in _written_back(frame.f_code.co_filename)
+
+
+def bounded(frame: FrameType) -> bool:
+    """Whether a frame holds a number against two bounds: `0 <= action < self.n`."""
+    span = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    return span is not None and span in _bounded(frame.f_code.co_filename)
+
+
+@cache
+def _bounded(file: str) -> frozenset[_Span]:
+    """Comparisons of a file with a lower and an upper bound."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # no source
+        return frozenset()
+    compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare) and len(node.ops) == 2)
+    return frozenset(_span(node) for node in compared if all(isinstance(op, ast.Lt | ast.LtE) for op in node.ops))
 
 
 @cache
@@ -96,13 +114,24 @@ class _Raising(ast.NodeVisitor):
             self._add(node, node.test, True)
 
     def visit_If(self, node: ast.If) -> None:
-        """It raises or prints if its test is true, where that is all that it does."""
+        """It raises or prints if its test is true, or takes what is there, or what is better."""
         plain = all(isinstance(part, ast.Expr | ast.Assign | ast.AugAssign) for part in node.body[:-1])
         if (mask := _asked_of(node.test)) is not None and _chooses(node.body, mask):
             self._add(node, node.test, True)
+        if (best := _better(node)) is not None:
+            self._add(node, best, True)
         raises = plain and isinstance(node.body[-1], ast.Raise) and not self._caught
         if raises or (all(map(_prints, node.body)) and not node.orelse):
             self._add(node, node.test, False)
+        self.generic_visit(node)
+
+    def visit_Module(self, node: ast.Module) -> None:
+        """What is better than the best so far, which is kept by `max` or `min`: `is_best = acc > best`."""
+        parts = [part for part in ast.walk(node) if isinstance(part, ast.Assign)]
+        best = {of for part in parts if (of := _best_of(part))}
+        for part in parts:
+            if best and _ordered(part.value) in best:
+                self.required.setdefault(_span(part.value), True)
         self.generic_visit(node)
 
     def visit_Try(self, node: ast.Try) -> None:
@@ -120,6 +149,46 @@ class _Raising(ast.NodeVisitor):
         # Where a branch is said to be is up to the interpreter: at its part of the condition, or at the statement.
         if len(set(parts.values())) == 1:
             self.required[_span(statement)] = next(iter(parts.values()))
+
+
+def _better(node: ast.If) -> ast.expr | None:
+    """Where a branch keeps what is better than the best so far (`if loss < best: best = loss`), what it asks."""
+    kept = _kept(node.body)
+    tests = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
+    return next((test for test in tests if _ordered(test) in kept), None)
+
+
+def _kept(body: list[ast.stmt]) -> set[frozenset[str]]:
+    """What statements put in place of what, by name."""
+    assigned = (part for part in body if isinstance(part, ast.Assign))
+    pairs = (pair for part in assigned for target in part.targets for pair in _apart(target, part.value))
+    return {frozenset(map(ast.unparse, pair)) for pair in pairs}
+
+
+def _apart(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """`best, bad = loss, 0` as two."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(target.elts, value.elts, strict=False))
+    return [(target, value)]
+
+
+def _best_of(statement: ast.Assign) -> frozenset[str]:
+    """Of `best = max(acc, best)`, the two; none of another statement."""
+    call = statement.value
+    if not isinstance(call, ast.Call) or len(call.args) != 2 or ast.unparse(call.func) not in ("max", "min"):
+        return frozenset()
+    two = frozenset(map(ast.unparse, call.args))
+    return two if ast.unparse(statement.targets[0]) in two else frozenset()
+
+
+def _ordered(test: ast.expr) -> frozenset[str]:
+    """The two sides of a comparison that says which is more; none where it is another expression."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], _ORDER):
+        return frozenset()
+    return frozenset(map(ast.unparse, (test.left, test.comparators[0])))
+
+
+_ORDER = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
 def _asked_of(test: ast.expr) -> ast.expr | None:

@@ -42,6 +42,7 @@ from echograph.frontend.pytorch.userfile import reason
 from echograph.frontend.scripts import places, smi, streams, values
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.autocast import as_on_cuda
+from echograph.frontend.scripts.counts import guessed_size
 from echograph.frontend.scripts.fakes import option_for
 from echograph.frontend.scripts.found import finding, finds
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
@@ -532,6 +533,8 @@ class OnTheDevice(TorchFunctionMode):
         if known is not None:
             self._tell_of_ranks(args)
             return known[0]
+        if (size := guessed_size(func, args, kwargs)) is not None:
+            self._warn(f"{values.line_of_script()} makes a size of a tensor's value: {size.told()}")
         answer = _ANSWERS.get(func)
         if answer is not None and (given := answer(self, func, args, kwargs)) is not NotImplemented:
             return given
@@ -850,7 +853,7 @@ def present(
         enter(_recomputed_alike())
         for owner in (torch.autograd, torch.autograd.graph):
             enter(patched(owner, "_engine_run_backward", lambda f: _again(make, f)))
-        enter(deciding(world.decided, note, world.asked))
+        enter(deciding(world.decided, note, world.asked, warn or note))
         enter(places.answered(world.local_rank))
         if world.gpus:
             enter(smi.answering(_of_smi(), min(world.local_size, world.size), note))
@@ -947,7 +950,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 def _to(original: Callable[..., Any]) -> Callable[..., Any]:
     """`Module.to`, whose parameters stay the same objects where they go to another device alone."""
 
-    def to(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def to(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         target = kwargs.get("device", args[0] if args else None)
         if target is None or isinstance(target, torch.dtype | Tensor) or str(target) == "meta":
             return original(module, *args, **kwargs)
@@ -961,7 +964,7 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scaler(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, /, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
         original(self, "cpu" if is_gpu(device) else device, *args, **kwargs)
 
     return init

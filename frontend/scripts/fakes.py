@@ -367,7 +367,7 @@ def _files(names: frozenset[str], asked: set[str], note: NoteTaker) -> Iterator[
         return load
 
     def taking(original: Callable[..., Any]) -> Callable[..., Any]:
-        def take(module: torch.nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        def take(module: torch.nn.Module, /, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(state_dict, AnyWeights):
                 return original(module, module.state_dict(), *args, **kwargs)
             return original(module, state_dict, *args, **kwargs)

@@ -134,11 +134,11 @@ def _installed(module: ModuleType) -> bool:
 
 
 def _of_script(frame: FrameType) -> bool:
-    return _is_of_script(frame.f_code.co_filename)
+    return is_of_script(frame.f_code.co_filename)
 
 
 @cache
-def _is_of_script(name: str) -> bool:
+def is_of_script(name: str) -> bool:
     """Of a file; PyTorch's own import in each call of an operator."""
     return not name.startswith(_LIBRARIES) and "site-packages" not in name
 

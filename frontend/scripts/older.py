@@ -236,7 +236,7 @@ def _of_the_same_space(note: NoteTaker) -> Iterator[None]:
     """In the context, what changes observations need not be told their space: it is the environment's."""
 
     def taking(original: Callable[..., None]) -> Callable[..., None]:
-        def init(wrapper: Any, env: Any, *args: Any, **kwargs: Any) -> None:
+        def init(wrapper: Any, /, env: Any, *args: Any, **kwargs: Any) -> None:
             if len(args) + len(kwargs) == 1:
                 note("gymnasium's TransformObservation asks for a space of observations: it is the environment's")
                 kwargs["observation_space"] = env.observation_space

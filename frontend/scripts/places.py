@@ -185,7 +185,7 @@ def _told_apart(original: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 def _put(plain: Any) -> Any:
-    def put(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def put(tensor: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         part = kwargs.get("source", args[0] if args else None)
         if not isinstance(part, _PartOfStorage):
             return plain(tensor, *args, **kwargs)
@@ -248,7 +248,7 @@ def answered(index: int) -> Iterator[None]:
     _Place.gpu, _Place.below, _Place.with_data = torch.device("cuda", index), 0, 0
     plain = nn.Parameter.__new__
 
-    def of_class(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_class(kind: Any, /, *args: Any, **kwargs: Any) -> Any:
         # PyTorch gives a parameter of a fake tensor that tensor's class, whichever class of parameters was asked.
         made = plain(kind, *args, **kwargs)
         if type(made) is FakeTensor and kind is not nn.Parameter:
@@ -257,7 +257,7 @@ def answered(index: int) -> Iterator[None]:
 
     new = FakeTensor.__new__
 
-    def parameter(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    def parameter(kind: Any, /, *args: Any, **kwargs: Any) -> Any:
         # Libraries make a parameter by the class of another one, which is that of fake tensors here, and may give
         # it the attributes of that.
         if len(args) == 1 and isinstance(args[0], Tensor):

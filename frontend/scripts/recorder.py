@@ -506,14 +506,14 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         yield patched(Optimizer, "__init__", self._making_optimizer)
 
     def _making_optimizer(self, original: Any) -> Any:
-        def init(made: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def init(made: Optimizer, /, *args: Any, **kwargs: Any) -> None:
             original(made, *args, **kwargs)
             self.memory.made_optimizers.append(made)
 
         return init
 
     def _waiting(self, original: Any) -> Any:
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        def wait(work: Any, /, *args: Any, **kwargs: Any) -> Any:
             _, node = self._works.get(id(work), (None, None))
             if node is not None:
                 CapturedStream.current.after(frozenset((node,)))

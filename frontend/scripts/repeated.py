@@ -118,7 +118,7 @@ def left_out(recorder: ScriptRecorder) -> Iterator[None]:
     held: dict[int, torch.nn.Module] = {}  # an address is of one module as long as that is there
 
     def calling(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not recorder.is_early:
                 return original(module, *args, **kwargs)
             try:

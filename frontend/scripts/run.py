@@ -36,7 +36,7 @@ from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.rounding import settings_kept
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.pytorch.userfile import reason, without_bytecode
-from echograph.frontend.scripts import fakes, imports, launchers, network, older, stand_ins
+from echograph.frontend.scripts import counts, fakes, imports, launchers, network, older, stand_ins
 from echograph.frontend.scripts.adapter import Adapter, once_imported, patched, replaced, unpatched
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
@@ -147,8 +147,8 @@ def run_script(
         if script.host is not None:
             importlib.import_module("torch._dynamo")  # on a real host it is there, and what it wraps is work
         mode = enter(fake_mode(unpatched))
-        counts = CountingRecorder if script.host is not None else ScriptRecorder
-        recorder = (counts if records else PassingRecorder)(
+        kind = CountingRecorder if script.host is not None else ScriptRecorder
+        recorder = (kind if records else PassingRecorder)(
             mode, step=script.step, moves=script.moves, whole=script.whole,
             counts_optimizer_steps=adapter.counts_optimizer_steps, results=results,
         )  # fmt: skip
@@ -159,6 +159,7 @@ def run_script(
         enter(stand_ins.standing_in(recorder.note))
         enter(older.installed(recorder.note))
         enter(imports.put_off(recorder.note))
+        enter(counts.followed(recorder.warn))
         enter(fakes.installed(script.fakes, recorder.note))
         enter(network.not_waited_for())
         enter(quiet_fakes())
@@ -299,7 +300,7 @@ def _run(
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a script may raise what is no Exception
-        raise _explained(told(), error) from error
+        raise _explained(told(), error, list(recorder.warnings)[-1:]) from error
     if not recorder.recorded:
         raise _too_short(told(), recorder, status, reported)
 
@@ -310,7 +311,7 @@ def _reporting(reported: list[BaseException]) -> Iterator[None]:
     kind = type(importlib.import_module("loguru").logger)
 
     def catching(original: Callable[..., Any]) -> Callable[..., Any]:
-        def catch(logger: Any, *args: Any, onerror: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+        def catch(logger: Any, /, *args: Any, onerror: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
             def told(error: BaseException) -> None:
                 reported.append(error)
                 if onerror is not None:
@@ -349,7 +350,8 @@ def _with_status(error: CaptureError, status: object) -> CaptureError:
     return error
 
 
-def _explained(script: Script, error: BaseException) -> CaptureError:
+def _explained(script: Script, error: BaseException, warned: Sequence[str] = ()) -> CaptureError:
+    """What a script raised, in a line: with what to do, and what was warned of before, which may be why."""
     while isinstance(error.__cause__, ImportError):  # who imports by name says so in words of its own
         error = error.__cause__
     where = script_line(script.path, error) or script.path.name
@@ -371,8 +373,8 @@ def _explained(script: Script, error: BaseException) -> CaptureError:
             f"{where}: {reason(error)}: PyTorch has no shape rule for it, so register a fake implementation "
             "(torch.library.register_fake)"
         )
-    what = remedy(error, script.path) or _RAISED
-    return CaptureError(f"{where}: {reason(error)}: {what}")
+    parts = [remedy(error, script.path) or _RAISED, *(f"what led to it may be that {line}" for line in warned)]
+    return CaptureError(f"{where}: {reason(error)}: {'; '.join(parts)}")
 
 
 def _placed(script: Script, error: BaseException) -> CaptureError:

@@ -122,7 +122,7 @@ def _agree(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _told(recorder: ScriptRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    def run(stage: Any, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+    def run(stage: Any, /, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
         chunk = stage.stage_index // stage.group_size
         with recorder.in_micro_batch(micro_batch), recorder.in_chunk(chunk):
             return original(stage, micro_batch, *args, **kwargs)
@@ -218,7 +218,7 @@ class TorchAdapter(Adapter):
         return [dict(zip(names, sizes, strict=True)) for names, sizes in named if prod(sizes) == world.size]
 
     def _mesh(self, world: World, original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        def init(mesh: Any, /, device_type: str, *args: Any, **kwargs: Any) -> None:
             with unset_fake_temporarily():
                 args = tuple(map(real, args))
                 kwargs = {name: real(given) for name, given in kwargs.items()}
@@ -387,7 +387,7 @@ def _spawn(world: World) -> Callable[..., None]:
 
 
 def _in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init(loader: Any, *args: Any, **kwargs: Any) -> None:
+    def init(loader: Any, /, *args: Any, **kwargs: Any) -> None:
         # Dataset, batch size, shuffle, sampler, batch sampler; then comes the number of workers.
         loader.has_workers = bool(args[5] if len(args) > 5 else kwargs.get("num_workers"))
         args = args[:5]
@@ -401,7 +401,7 @@ def _in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
 def _of(original: Callable[..., Any]) -> Callable[..., Any]:
     """An iterator of a loader knows whether the loader was to have worker processes."""
 
-    def init(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+    def init(iterator: Any, /, loader: Any, *args: Any, **kwargs: Any) -> None:
         original(iterator, loader, *args, **kwargs)
         # A loader of another library may have a constructor of its own.
         iterator.has_workers = getattr(loader, "has_workers", loader.num_workers > 0)
@@ -509,7 +509,7 @@ def _replicate(recorder: ScriptRecorder, world: World, original: Callable[..., A
     in Python all-reduces each bucket when it is full, as the reducer does, or calls the script's own hook.
     """
 
-    def init(ddp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    def init(ddp: Any, /, module: Any, *args: Any, **kwargs: Any) -> None:
         names = ("device_ids", "output_device", "dim", "broadcast_buffers", "init_sync")
         given = dict(zip(names, args, strict=False)) | kwargs
         given |= {"device_ids": None, "output_device": None, "init_sync": False}
@@ -564,7 +564,7 @@ def _fully_sharded(recorder: ScriptRecorder, world: World, original: Callable[..
     """FSDP: ranks are taken to have the same parameters; it refuses a CPU that nobody asks for by name."""
     from torch.distributed.fsdp import ShardingStrategy
 
-    def init(fsdp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    def init(fsdp: Any, /, module: Any, *args: Any, **kwargs: Any) -> None:
         kwargs["sync_module_states"] = False
         if not world.gpus:
             kwargs["device_id"] = torch.device("cpu")

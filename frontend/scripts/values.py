@@ -29,9 +29,18 @@ from torch.distributed import distributed_c10d
 from torch.overrides import has_torch_function
 
 from echograph.errors import CaptureError
-from echograph.frontend.pytorch.known_values import apart, forget, is_in_place, is_known, is_small, know, real
+from echograph.frontend.pytorch.known_values import (
+    Guess,
+    apart,
+    forget,
+    is_in_place,
+    is_known,
+    is_small,
+    know,
+    real,
+)
 from echograph.frontend.scripts.adapter import patched, replaced
-from echograph.frontend.scripts.assertions import extreme, holds, writes_back
+from echograph.frontend.scripts.assertions import bounded, extreme, holds, writes_back
 from echograph.frontend.scripts.found import ALL
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -43,10 +52,12 @@ _THROUGH = ("torch/_tensor.py", "torch/_ops.py", "torch/overrides.py", "torch/ut
 
 NoteTaker = Callable[[str], None]
 _NOTE: ContextVar[NoteTaker] = ContextVar("note")
+_WARN: ContextVar[NoteTaker] = ContextVar("warn")
 _PRINTED: ContextVar[bool] = ContextVar("printed", default=False)
 
 _DECIDED: ContextVar[Mapping[str, bool | int]] = ContextVar("decided")
 _ASKED: ContextVar[set[str]] = ContextVar("asked")
+_GUESSED: ContextVar[list[str]] = ContextVar("guessed")
 _FINITE = "_echograph_finite"
 
 
@@ -72,11 +83,13 @@ def answer(tensor: Tensor, note: NoteTaker) -> Any:
     line = caller()
     if line is None and tensor.is_floating_point():
         return StandInNumber(1.0)
+    if line is not None and not tensor.is_floating_point() and type(said := _chosen(line)) is int:
+        return said
     if not _PRINTED.get():
         note(f"{line or asked()} reads a tensor's value, which a capture does not have: 1 stands for it")
     if line is None and tensor.dtype == torch.bool:
         return True
-    return StandInNumber(1.0) if tensor.is_floating_point() else StandInInteger(1)
+    return StandInNumber(1.0, line or "") if tensor.is_floating_point() else StandInInteger(1, line or "")
 
 
 def _nobody(_: str) -> None:
@@ -85,17 +98,24 @@ def _nobody(_: str) -> None:
 
 @contextmanager
 def deciding(
-    lines: Mapping[str, bool | int], note: NoteTaker = _nobody, asked: set[str] | None = None
+    lines: Mapping[str, bool | int],
+    note: NoteTaker = _nobody,
+    asked: set[str] | None = None,
+    warn: NoteTaker = _nobody,
 ) -> Iterator[None]:
     """In the context, a script goes the way that was chosen where values decide: `file.py:line` -> which.
 
     Where they decide how many elements an operator finds, that is. One of `file.py` is of all its lines that
-    have none of their own. What a library decides is noted; `asked` gets those of the lines that were asked for.
+    have none of their own. What a library decides is noted; `asked` gets those of the lines that were asked for,
+    `warn` what is as long as a value says.
     """
     tokens = _DECIDED.set(lines), _NOTE.set(note), _ASKED.set(set() if asked is None else asked)
+    guessed, warned = _GUESSED.set([]), _WARN.set(warn)
     try:
         yield
     finally:
+        _GUESSED.reset(guessed)
+        _WARN.reset(warned)
         _DECIDED.reset(tokens[0])
         _NOTE.reset(tokens[1])
         _ASKED.reset(tokens[2])
@@ -138,7 +158,8 @@ def _going_on() -> bool | None:
     required = None if frame is None else holds(frame)
     if required is not None:
         _NOTE.get(_nobody)(
-            f"{asked()} raises or prints by values, which a capture does not have: it is taken to do neither"
+            f"{asked()} raises or prints by values, which a capture does not have, or keeps the best of them: it "
+            "is taken to do neither, and what comes is better"
         )
     return required
 
@@ -150,6 +171,11 @@ def _chosen(where: str) -> bool | int | None:
             _ASKED.get().add(said)
             return lines[said]
     return None
+
+
+def any_guessed() -> bool:
+    """Whether any number stands for an integer by now."""
+    return bool(_GUESSED.get([]))
 
 
 def decided_size(operator: str, masks: Sequence[Tensor], note: NoteTaker, warn: NoteTaker) -> int:
@@ -232,12 +258,45 @@ def asked() -> str:
     return "PyTorch"
 
 
-class StandInNumber(float):
-    """A number that stands for one that is not known, other than 0."""
+class StandInNumber(Guess, float):
+    """A number that stands for one that is not known, other than 0.
+
+    Attributes:
+        where: `file:line` that read it from a tensor, or what it was computed from; "": not the script's.
+    """
+
+    where: str
+
+    def __new__(cls, value: float, where: str = "") -> StandInNumber:
+        """A number in place of one that a line read."""
+        made = super().__new__(cls, value)
+        made.where = where
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (float(self), self.where)
 
 
-class StandInInteger(int):
+class StandInInteger(Guess, int):
     """The same of integers, and of what is true or false; these may be 0."""
+
+    where: str
+
+    def __new__(cls, value: int, where: str = "") -> StandInInteger:
+        """A number in place of one that a line read."""
+        made = super().__new__(cls, value)
+        made.where = where
+        _GUESSED.get([]).append(where)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (int(self), self.where)
+
+    def told(self) -> str:
+        """Who read it, and how the user may say what it is."""
+        read = f"{self.where} reads it" if self.where else "a library reads it"
+        remedy = f"; --decide {self.where}=NUMBER says what it is" if self.where else ""
+        return f"{read}, and a capture does not have it: 1 stands for it{remedy}"
 
     def __bool__(self) -> bool:
         where = caller()
@@ -250,10 +309,14 @@ def _arithmetic(kind: type, name: str) -> Any:
     plain = getattr(kind, name)
 
     def operate(self: Any, *others: Any) -> Any:
+        if others and isinstance(others[0], list | tuple):
+            _WARN.get(_nobody)(
+                f"{line_of_script()} repeats a list as often as a tensor's value says: {self.told()}"
+            )
         made = plain(self, *others)
-        return (
-            StandInNumber(made) if isinstance(made, float) else StandInInteger(made) if type(made) is int else made
-        )
+        if isinstance(made, float):
+            return StandInNumber(made, self.where)
+        return StandInInteger(made, self.where) if type(made) is int else made
 
     return operate
 
@@ -280,6 +343,11 @@ def _compare(kind: type, name: str) -> Any:
         if frame is not None and (of := extreme(frame)):
             # A number that stands for one is the largest, or the smallest: what comes out stands for one as well.
             return name in ("__gt__", "__ge__") if of == "max" else name in ("__lt__", "__le__")
+        if kind is int and frame is not None and bounded(frame) and _chosen(where or asked()) is None:
+            _NOTE.get(_nobody)(
+                f"{asked()} holds an integer that a capture does not have against bounds: it is within"
+            )
+            return True
         if where is None and kind is float:
             required = _going_on()
             if required is not None:
@@ -294,7 +362,8 @@ def _compare(kind: type, name: str) -> Any:
 
 
 _ARITHMETIC = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
-               "__floordiv__", "__rfloordiv__", "__neg__", "__abs__")  # fmt: skip
+               "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__", "__neg__", "__pos__",
+               "__abs__", "__round__", "__floor__", "__ceil__", "__trunc__")  # fmt: skip
 for _kind, _plain in ((StandInNumber, float), (StandInInteger, int)):
     for _name in _ARITHMETIC:
         setattr(_kind, _name, _arithmetic(_plain, _name))

@@ -16,7 +16,7 @@ _TRAIN = """
 import torch
 
 model = torch.nn.Linear(16, 8).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer, best = torch.optim.SGD(model.parameters(), lr=0.1), 0.5
 
 def check(out, low, high):
 {check}
@@ -48,6 +48,9 @@ def _run(folder: Path, check: str) -> ScriptRun:
         "if step < 0:\n    pass\nelif low > high:\n    raise ValueError('order')\nelse:\n    out = out * 2",
         "try:\n    out = out + 1\nfinally:\n    assert low < high",
         "if torch.min(out) < -1.0:\n    print('min value is', torch.min(out))",
+        "global best\nif low < best:\n    best = low\nelse:\n    raise SystemExit",
+        "global best\nif step < 0 or best < high:\n    out, best = out * 2, high",
+        "global best\nis_best = high > best\nbest = max(high, best)\nif not is_best:\n    raise SystemExit",
         "import logging\ntry:\n    if low > high:\n        logging.warning('order')\nexcept ValueError:\n    pass",
     ],
 )
@@ -72,6 +75,14 @@ def test_what_would_raise_is_taken_not_to(tmp_path: Path, check: str) -> None:
 def test_where_it_goes_on_either_way_it_is_asked(tmp_path: Path, check: str) -> None:
     with pytest.raises(CaptureError, match=r"train\.py:\d+: .* decides what the script does"):
         _run(tmp_path, check)
+
+
+def test_an_integer_is_within_the_bounds_that_it_is_held_against(tmp_path: Path) -> None:
+    """As environments ask of an action, in libraries; a real number may be on either side."""
+    run = _run(tmp_path, "drawn = out[0].argmax().item()\nif not 3 <= drawn < 8:\n    raise SystemExit")
+    assert any("train.py:9 holds an integer" in line for line in run.recorder.notes)
+    with pytest.raises(CaptureError, match=r"train\.py:8: .* decides what the script does"):
+        _run(tmp_path, "if 0.2 < low < 8:\n    out = out * 2")
 
 
 def test_what_the_user_said_counts_before(tmp_path: Path) -> None:

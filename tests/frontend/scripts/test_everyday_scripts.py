@@ -401,3 +401,28 @@ def test_sizes_that_an_old_constructor_holds_are_known(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(SIZES)
     assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded
+
+
+def test_a_mesh_and_a_model_take_their_arguments_by_name(tmp_path: Path) -> None:
+    """Whatever they are called: `mesh`, `module`, `engine`."""
+    (tmp_path / "train.py").write_text("""
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+    def forward(self, module, engine, tensor):
+        return self.layer(tensor)
+
+dist.init_process_group("nccl")
+DeviceMesh(device_type="cuda", mesh=torch.arange(8).view(2, 4), mesh_dim_names=("a", "b"))
+model = torch.nn.parallel.DistributedDataParallel(module=Model().cuda())
+optimizer = torch.optim.SGD(params=model.parameters(), lr=0.1)
+for step in range(3):
+    model(module=1, engine=2, tensor=torch.ones(2, 4).cuda()).sum().backward()
+    optimizer.step()
+""")
+    run = run_script(Script(path=tmp_path / "train.py"), World(size=8), TorchAdapter())
+    assert run.meshes == [{"a": 2, "b": 4}]

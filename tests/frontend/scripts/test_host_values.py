@@ -212,6 +212,7 @@ def test_a_tensor_of_tensors_is_as_long_as_their_list() -> None:
     # Beside numbers, a tensor of one element is one, whatever its dimensions.
     assert torch.tensor([-2.5, torch.zeros(2)[0][None], 3]).tolist() == [-2.5, 0.0, 3.0]
     assert torch.tensor([[1, known.reshape(1, 1)]]).tolist() == [[1, 3]]
+    assert torch.tensor([torch.tensor([7])] * 3).tolist() == [7, 7, 7]
     assert torch.tensor((2.0, unknown.reshape(1))).shape == (2,)
     made = torch.tensor([[unknown, known], [2.0, unknown]], device="cuda")
     assert (made.shape, made.is_cuda, made.dtype) == ((2, 2), True, torch.float32)
