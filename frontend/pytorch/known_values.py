@@ -407,6 +407,7 @@ _RANDOM = (
     Tensor.exponential_,
 )  # fmt: skip
 """What a model draws is not known: a layer that it leaves out by chance would be left out of every step."""
+_SELECTING = (torch.masked_select, Tensor.masked_select)
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
@@ -476,6 +477,12 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
         # The tensor itself is not known, but how it is to be cut: its second argument and later ones.
         if func in _INDEXING:
             return func(args[0], _positions(args[1]), *args[2:])
+        if func in _SELECTING and len(args) == 2 and is_known(args[1]):
+            # As a GPU does it: an index by the mask, each of the two repeated to the other's shape.
+            with apart():
+                mask, _ = torch.broadcast_tensors(real(args[1]), torch.empty(1).expand(args[0].shape))
+                places = mask.nonzero(as_tuple=True)
+            return args[0].expand(mask.shape)[tuple(_fake(place, args[1]) for place in places)]
         cuts = tree_map_only(FakeTensor, _number, (args[1:], kwargs))
         return func(args[0], *cuts[0], **cuts[1])
     with apart():

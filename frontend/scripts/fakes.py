@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlparse
 
 import numpy as np
@@ -29,7 +31,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from echograph.errors import MissingExtraError, UnknownNameError, UsageError
-from echograph.frontend.scripts.adapter import patched, replaced
+from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.opened import OnOpen, listening
 from echograph.frontend.scripts.values import NoteTaker
 
@@ -85,9 +87,10 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
                 stack.enter_context(patched(owner, "load_dataset", lambda f: _rows(rows, fakes.asked, f, note)))
             if importlib.util.find_spec("evaluate") is not None:
                 stack.enter_context(patched(_package("evaluate"), "load", lambda _: lambda *_, **__: _Metric()))
-        if fakes.files:
-            for kept in _files(fakes.files, fakes.asked, note):
-                stack.enter_context(kept)
+        published = [name for name in _IMAGES if name not in fakes.data]
+        stack.enter_context(once_imported("torchvision.datasets", partial(_published, published, note)))
+        for kept in _files(fakes.files, fakes.asked, note):
+            stack.enter_context(kept)
         if fakes.weights:
             folder = str(_hub(fakes, note))
             stack.enter_context(listening(_asking_for(folder, fakes)))
@@ -174,7 +177,33 @@ _IMAGES = {
 }  # fmt: skip
 
 
-def _images(name: str, asked: set[str], note: NoteTaker) -> Callable[..., None]:
+@contextmanager
+def _published(names: Sequence[str], note: NoteTaker) -> Iterator[None]:
+    """In the context, images that cannot be downloaded are made: how many there are, and how large, is known."""
+    datasets = importlib.import_module("torchvision.datasets")
+
+    def made(name: str, original: Callable[..., None]) -> Callable[..., None]:
+        make = _images(name, set(), note, "which cannot be downloaded here")
+
+        def init(images: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                original(images, *args, **kwargs)
+            except (OSError, RuntimeError):
+                if not inspect.signature(original).bind(images, *args, **kwargs).arguments.get("download"):
+                    raise
+                make(images, *args, **kwargs)
+
+        return init
+
+    with ExitStack() as stack:
+        for name in names:
+            # MNIST's constructor is that of the two derived from it as well.
+            kind = getattr(datasets, name)
+            stack.enter_context(replaced(kind, "__init__", made(name, kind.__init__)))
+        yield
+
+
+def _images(name: str, asked: set[str], note: NoteTaker, why: str = "as --fake-data asks") -> Callable[..., None]:
     size, classes, training, test = _IMAGES[name]
 
     def init(
@@ -186,7 +215,7 @@ def _images(name: str, asked: set[str], note: NoteTaker) -> Callable[..., None]:
         base = importlib.import_module("torchvision.datasets").VisionDataset
         base.__init__(images, root, transform=transform, target_transform=target_transform)
         count = training if train else test
-        note(f"{name}: {count:,} images of {' x '.join(map(str, size))} without content, as --fake-data asks")
+        note(f"{name}: {count:,} images of {' x '.join(map(str, size))} without content, {why}")
         pixels, labels = np.zeros((count, *size), np.uint8), np.arange(count) % classes
         images.train, images.data, images.targets = train, pixels, labels.tolist()
         images.classes = [str(number) for number in range(classes)]
@@ -341,13 +370,19 @@ def _files(names: frozenset[str], asked: set[str], note: NoteTaker) -> Iterator[
     fetched: set[Path] = set()
 
     def tell(name: str) -> None:
-        note(f"{name}: weights of the shapes of the model that takes them, as --fake-weights asks")
+        why = "as --fake-weights asks" if name in names else "which cannot be downloaded here"
+        note(f"{name}: weights of the shapes of the model that takes them, {why}")
         asked.add(name)
 
     def downloading(original: Callable[..., Any]) -> Callable[..., Any]:
         def download(url: str, dst: Any, *args: Any, **kwargs: Any) -> Any:
             if _file_of(url) not in names:
-                return original(url, dst, *args, **kwargs)
+                try:
+                    return original(url, dst, *args, **kwargs)
+                except URLError as error:
+                    # Weights have no values here, whether they were downloaded or not.
+                    if isinstance(error, HTTPError) or not _file_of(url).endswith(WEIGHTS):
+                        raise
             tell(_file_of(url))
             fetched.add(Path(dst).absolute())
 
@@ -417,6 +452,11 @@ _TYPES = {
 _hubs: dict[int, tuple[Fakes, Path]] = {}
 
 
+OF_DIFFUSERS = "_class_name"
+"""Says in a configuration which class of diffusers it is of."""
+_DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
+
+
 def _folder_of(name: str) -> str:
     """Of a model, in a cache of the hub."""
     return f"models--{name.replace('/', '--')}"
@@ -448,12 +488,22 @@ def _hub(fakes: Fakes, note: NoteTaker) -> Path:
 
 def _model(given: Mapping[str, Any], folder: Path) -> None:
     """Writes what the hub has of a model: configuration, tokenizer, names and shapes of weights."""
+    if (name := given.get(OF_DIFFUSERS)) is not None:
+        (folder / "config.json").write_text(json.dumps(dict(given)))
+        with _disable_current_modes(), torch.device("meta"):
+            _weights(getattr(_package("diffusers"), name).from_config(dict(given)), folder / _DIFFUSERS_FILE)
+        return
     library = _package("transformers")
     kind = getattr(library, given["architectures"][0])
     config = kind.config_class.from_dict(dict(given))
     config.save_pretrained(folder)
     with _disable_current_modes(), torch.device("meta"):
-        model = kind(config)
+        _weights(kind(config), folder / "model.safetensors")
+    _tokenizer(folder, getattr(config, "vocab_size", None) or 32_000, "CausalLM" in kind.__name__)
+
+
+def _weights(model: torch.nn.Module, path: Path) -> None:
+    """Writes names and shapes of a model's weights, as files of safetensors have them."""
     # As files are: of weights that are tied there is one.
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     held = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
@@ -466,10 +516,9 @@ def _model(given: Mapping[str, Any], folder: Path) -> None:
             "data_offsets": [begin, end],
         }
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    with (folder / "model.safetensors").open("wb") as file:
+    with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)  # the rest takes no place on the disk
-    _tokenizer(folder, getattr(config, "vocab_size", None) or 32_000, "CausalLM" in kind.__name__)
 
 
 def _tokenizer(folder: Path, vocabulary: int, begins: bool) -> None:

@@ -6,6 +6,7 @@ Where it is asked for, a note says so: with the same packages, real ranks would 
 
 from __future__ import annotations
 
+import argparse
 import collections.abc
 import importlib
 import inspect
@@ -18,6 +19,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import Sampler
@@ -46,8 +48,10 @@ _NAMES: dict[str, dict[str, str]] = {
             "AxisError", "ComplexWarning", "DTypePromotionError", "ModuleDeprecationWarning", "RankWarning",
             "TooHardError", "VisibleDeprecationWarning",
         )},
+        "sctypes": f"{__name__}:SCALARS",
     },
     "peft": {"prepare_model_for_int8_training": "peft:prepare_model_for_kbit_training"},
+    "pytorch_lightning.utilities.seed": {"seed_everything": "pytorch_lightning:seed_everything"},
     "transformers": {"AdamW": f"{__name__}:AdamW"},
     "torch._utils": {"_accumulate": "itertools:accumulate"},
     "torch.nn.modules.linear": {"_LinearWithBias": "torch.nn.modules.linear:NonDynamicallyQuantizableLinear"},
@@ -71,8 +75,25 @@ _NAMED = {
 _RENAMED = {
     "timm.scheduler.cosine_lr:CosineLRScheduler": {"t_mul": "cycle_mul", "decay_rate": "cycle_decay"},
     "transformers.trainer:Trainer": {"tokenizer": "processing_class"},
-    "transformers.training_args:TrainingArguments": {"evaluation_strategy": "eval_strategy"},
-}
+    "transformers.training_args:TrainingArguments": {
+        "evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu", "warmup_ratio": "warmup_steps",
+        "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+        "per_gpu_train_batch_size": "per_device_train_batch_size",
+    },
+}  # fmt: skip
+# Arguments that said what is printed, written or chosen by itself, and are left out.
+_LEFT_OUT = {
+    "transformers.training_args:TrainingArguments": (
+        "fp16_backend", "half_precision_backend", "include_inputs_for_metrics", "jit_mode_eval", "logging_dir",
+        "overwrite_output_dir", "save_safetensors",
+    ),
+}  # fmt: skip
+SCALARS = {
+    "int": [np.int8, np.int16, np.int32, np.int64], "uint": [np.uint8, np.uint16, np.uint32, np.uint64],
+    "float": [np.float16, np.float32, np.float64, np.longdouble],
+    "complex": [np.complex64, np.complex128, np.clongdouble], "others": [bool, object, bytes, str, np.void],
+}  # fmt: skip
+"""`numpy.sctypes`."""
 
 
 class AdamW(torch.optim.AdamW):
@@ -101,6 +122,7 @@ def installed(note: NoteTaker) -> Iterator[None]:
         for place, names in _RENAMED.items():
             module, _, owner = place.partition(":")
             stack.enter_context(once_imported(module, partial(_by_new_name, module, owner, names, note)))
+        stack.enter_context(once_imported("transformers.hf_argparser", partial(_older_options, note)))
         stack.enter_context(once_imported("timm.models._factory", _without_nothing))
         stack.enter_context(once_imported(_OBSERVING, partial(_of_the_same_space, note)))
         for kept in (*_arguments(note), _modules(note)):
@@ -250,20 +272,58 @@ def _of_the_same_space(note: NoteTaker) -> Iterator[None]:
 
 @contextmanager
 def _by_new_name(module: str, owner: str, names: Mapping[str, str], note: NoteTaker) -> Iterator[None]:
-    """In the context, a class takes arguments by the names that they had."""
+    """In the context, a class takes arguments by the names that they had, and those that are left out."""
+    place = f"{module}.{owner}"
 
     def taking(original: Callable[..., Any]) -> Callable[..., Any]:
         asked = inspect.signature(original).parameters
 
         def take(*args: Any, **kwargs: Any) -> Any:
             for old in [old for old in names if old in kwargs and old not in asked]:
-                note(f"{module}.{owner} has no argument {old} any more: {names[old]} is the same")
+                note(_SAME.format(place, old, names[old]))
                 kwargs[names[old]] = kwargs.pop(old)
+            for old in [
+                old for old in _LEFT_OUT.get(f"{module}:{owner}", ()) if old in kwargs and old not in asked
+            ]:
+                note(_NO_MORE.format(place, old))
+                del kwargs[old]
             return original(*args, **kwargs)
 
         return take
 
     with patched(getattr(sys.modules[module], owner), "__init__", taking):
+        yield
+
+
+_SAME = "{} has no argument {} any more: {} is the same"
+_NO_MORE = "{} has no argument {} any more: it is left out, and decided nothing of a step"
+
+
+@contextmanager
+def _older_options(note: NoteTaker) -> Iterator[None]:
+    """In the context, a parser of the fields of such a class takes them on the command line as well."""
+
+    class Ignored(argparse.Action):
+        def __call__(self, *_: Any, **__: Any) -> None:
+            note(_NO_MORE.format("transformers' TrainingArguments", self.dest))
+
+    def adding(original: Callable[..., None]) -> Callable[..., None]:
+        def add(parser: Any, kind: Any) -> None:
+            original(parser, kind)
+            options, place = parser._option_string_actions, "transformers.training_args:TrainingArguments"
+            if not any(base.__name__ == "TrainingArguments" for base in kind.__mro__):
+                return
+            for old, now in _RENAMED[place].items():
+                if f"--{old}" not in options and f"--{now}" in options:
+                    options[f"--{old}"] = options[f"--{now}"]
+            for old in _LEFT_OUT[place]:
+                if f"--{old}" not in options:
+                    parser.add_argument(f"--{old}", action=Ignored, nargs="?", default=argparse.SUPPRESS)
+
+        return add
+
+    kind = sys.modules["transformers.hf_argparser"].HfArgumentParser
+    with patched(kind, "_add_dataclass_arguments", adding):
         yield
 
 

@@ -36,7 +36,7 @@ from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.rounding import settings_kept
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.pytorch.userfile import reason, without_bytecode
-from echograph.frontend.scripts import counts, fakes, imports, launchers, network, older, stand_ins
+from echograph.frontend.scripts import counts, environments, fakes, imports, launchers, network, older, stand_ins
 from echograph.frontend.scripts.adapter import Adapter, once_imported, patched, replaced, unpatched
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
@@ -158,6 +158,7 @@ def run_script(
         enter(replaced(torch, "compile", _left_out))
         enter(stand_ins.standing_in(recorder.note))
         enter(older.installed(recorder.note))
+        enter(environments.acting(recorder.note))
         enter(imports.put_off(recorder.note))
         enter(counts.followed(recorder.warn))
         enter(fakes.installed(script.fakes, recorder.note))

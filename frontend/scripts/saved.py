@@ -24,11 +24,37 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from echograph.errors import CaptureError
-from echograph.frontend.pytorch.known_values import apart
+from echograph.frontend.pytorch.known_values import apart, know
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.opened import listening
+from echograph.frontend.scripts.places import is_gpu, mark
+
+MOST_READ_BYTES = 1 << 26
+"""Of a file whose values are read: constants, indices, tokens; what is larger is weights, mostly."""
+
+
+def _with_what_is_small(original: Callable[..., Any], f: Any, args: Any, kwargs: Any) -> Any:
+    """What `torch.load` makes of a file of the user's, where it is put; small tensors in it have their values."""
+    made = original(f, *args, **kwargs)
+    there = args[0] if args else kwargs.get("map_location")
+    loaded = [part for part in tree_leaves(made) if isinstance(part, FakeTensor)]
+    if isinstance(there, str | torch.device) and is_gpu(there):
+        for fake in loaded:
+            mark(fake)
+    path = Path(f) if isinstance(f, str | os.PathLike) else None
+    if loaded and path is not None and path.is_file() and path.stat().st_size <= MOST_READ_BYTES:
+        rest = {name: given for name, given in kwargs.items() if name != "map_location"}
+        with apart():
+            read = [
+                part for part in tree_leaves(original(f, "cpu", *args[1:], **rest)) if isinstance(part, Tensor)
+            ]
+        for fake, part in zip(loaded, read, strict=False):
+            if type(part) is Tensor and fake.shape == part.shape:
+                know(fake, part)
+    return made
 
 
 class Saved:
@@ -83,7 +109,7 @@ class Saved:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
             mark = _mark(f)
             if mark is None:
-                return original(f, *args, **kwargs)
+                return _with_what_is_small(original, f, args, kwargs)
             if mark not in self._kept:
                 where = f if isinstance(f, str | os.PathLike) else getattr(f, "name", f)
                 raise CaptureError(f"{where}: a capture that has ended wrote it, without values: remove it")

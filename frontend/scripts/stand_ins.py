@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -555,6 +556,14 @@ def _padded(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> 
     return whole.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
 
 
+def _of_einops() -> dict[str, Any]:
+    """What `flash_attn.bert_padding` imports itself, and others import from there."""
+    if find_spec("einops") is None:
+        return {}
+    einops = import_module("einops")
+    return {"rearrange": einops.rearrange, "repeat": einops.repeat}
+
+
 def _flash_attn(note: NoteTaker) -> list[ModuleType]:
     # Frameworks look which arguments a version takes.
     @wraps(flash_attention)
@@ -595,7 +604,7 @@ def _flash_attn(note: NoteTaker) -> list[ModuleType]:
     rms = _module(f"{name}.ops.rms_norm", RMSNorm=_RmsNorm)
     padding = _module(
         f"{name}.bert_padding", unpad_input=_unpadded, pad_input=_padded, index_first_axis=_rows,
-        __getattr__=partial(_name_in, f"{name}.bert_padding"),
+        __getattr__=partial(_name_in, f"{name}.bert_padding"), **_of_einops(),
     )  # fmt: skip
     ops = _module(f"{name}.ops", triton=triton, rms_norm=rms)
     whole = _module(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from echograph.errors import InputError, UnknownNameError, UsageError
+from echograph.ir.files import read_whole
 from echograph.ir.graph import JobGraph
 from echograph.notes import tell, warn
 from echograph.options import option, parse_ranks
@@ -287,6 +289,8 @@ def _configuration(name: str, model: str | Path | None) -> Mapping[str, Any]:
             f"--fake-weights {name}={model}: no such folder: give one with the model's config.json, or a model of "
             "the zoo"
         )
+    if (config := _of_diffusers(Path(given))) is not None:
+        return config
     try:
         entry = from_config(Path(given)) if Path(given).is_dir() else get_model(str(given))
     except UnknownNameError as error:
@@ -296,6 +300,18 @@ def _configuration(name: str, model: str | Path | None) -> Mapping[str, Any]:
             f"--fake-weights {name}: {entry.name} is no model of transformers: give a folder's config.json"
         )
     return {**entry.config, "architectures": [entry.architecture]}
+
+
+def _of_diffusers(folder: Path) -> Mapping[str, Any] | None:
+    """The configuration in a folder, where it is that of a model of diffusers; None: it is another, or none."""
+    from echograph.frontend.scripts.fakes import OF_DIFFUSERS
+    from echograph.models.catalog import MAX_CONFIG_BYTES
+
+    try:
+        config = json.loads(read_whole(folder / "config.json", "", MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError, InputError):
+        return None
+    return config if isinstance(config, dict) and isinstance(config.get(OF_DIFFUSERS), str) else None
 
 
 def parse_fakes(texts: Sequence[str]) -> dict[str, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from echograph.frontend.scripts.fakes import Fakes
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
-from echograph.workflow.capture import capture, parse_fakes
+from echograph.workflow.capture import CaptureOptions, capture, parse_fakes
 
 LANGUAGE = """import torch
 from torch.utils.data import DataLoader
@@ -144,13 +145,14 @@ def test_a_file_of_weights_that_pytorch_downloads(
     assert any(tuple(node.meta["val"].shape) == (2, 4) for node in found.graph.nodes if "role" in node.meta)
 
 
-def test_a_download_that_fails_names_the_option_that_makes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_cannot_be_downloaded_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no values in a capture, downloaded or not; what a server does not have is another error."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
     text = HUB.format(taken="held", checked="")
-    with pytest.raises(CaptureError, match=r"^train\.py:4: .*: --fake-weights small-1234\.pth$"):
-        run(tmp_path, text, Fakes())
+    found = run(tmp_path, text, Fakes()).recorder
+    assert "small-1234.pth: weights of the shapes of the model that takes them, which" in " ".join(found.notes)
+    with pytest.raises(CaptureError, match=r"^train\.py:4: URLError.* it is downloaded, and is not here"):
+        run(tmp_path, text.replace("small-1234.pth", "small.json"), Fakes())
 
 
 def test_pictures_of_the_hub(tmp_path: Path) -> None:
@@ -216,3 +218,25 @@ def test_a_file_of_weights_that_is_not_there(tmp_path: Path, monkeypatch: pytest
     found = run(tmp_path, OF_A_FILE, fakes)
     assert fakes.asked == {"first_stage.ckpt", "lpips_weights.pt"}
     assert "first_stage.ckpt: weights of the shapes" in " ".join(found.recorder.notes)
+
+
+OF_DIFFUSERS = """import torch
+from diffusers import AutoencoderKL
+model = AutoencoderKL.from_pretrained("stabilityai/sd-vae-ft-ema").cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(2, 3, 32, 32, device="cuda")).sample.sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_diffusers(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    folder = tmp_path / "vae"
+    folder.mkdir()
+    sizes = {"block_out_channels": [32, 64], "layers_per_block": 1, "norm_num_groups": 8}
+    kinds = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    (folder / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", **sizes, **kinds}))
+    options = CaptureOptions(script=tmp_path / "train.py", fake_weights=(f"stabilityai/sd-vae-ft-ema={folder}",))
+    assert run(tmp_path, OF_DIFFUSERS, options.fakes).recorder.recorded

@@ -149,3 +149,30 @@ def test_a_file_that_may_run_code_is_named(tmp_path: Path) -> None:
     torch.save(np.zeros(2), tmp_path / "data.pt")
     with pytest.raises(CaptureError, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"):
         _run(tmp_path, f"torch.load({str(tmp_path / 'data.pt')!r})")
+
+
+@pytest.mark.slow
+def test_arguments_of_the_trainer_that_are_no_more(tmp_path: Path) -> None:
+    """By name, and on the command line of a script whose arguments are derived from them."""
+    pytest.importorskip("accelerate")
+    (tmp_path / "train.py").write_text("""
+import dataclasses, torch
+from transformers import HfArgumentParser, TrainingArguments
+
+@dataclasses.dataclass
+class Mine(TrainingArguments):
+    more: int = 3
+
+(given,) = HfArgumentParser(Mine).parse_args_into_dataclasses()
+assert given.warmup_steps == 0.1 and given.eval_strategy == "no" and given.more == 4
+assert TrainingArguments(output_dir="x", warmup_ratio=0.2, overwrite_output_dir=True).warmup_steps == 0.2
+model = torch.nn.Linear(4, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+""")
+    said = "--output_dir x --more 4 --overwrite_output_dir --warmup_ratio 0.1 --evaluation_strategy no"
+    script = Script(path=tmp_path / "train.py", arguments=said.split())
+    run = run_script(script, World(size=2), TorchAdapter())
+    assert any("has no argument overwrite_output_dir any more" in note for note in run.recorder.notes)

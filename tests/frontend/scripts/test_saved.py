@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from echograph.errors import CaptureError
 from echograph.frontend.scripts.process import CaptureProcess
@@ -252,3 +253,24 @@ def test_values_of_the_host_are_pickled_for_another_process(tmp_path: Path) -> N
     path = tmp_path / "train.py"
     path.write_text(PICKLED)
     assert run_script(Script(path=path), World(), TorchAdapter()).recorder.recorded
+
+
+def test_what_a_small_file_of_the_users_holds_is_known(tmp_path: Path) -> None:
+    """Constants, indices; it lies where the script puts it. Weights keep their shapes alone."""
+    torch.save((torch.arange(7), {"eye": torch.eye(3)}, torch.zeros(2000, 1000)), tmp_path / "given.pt")
+    (tmp_path / "train.py").write_text(
+        """
+import torch
+index, (eye,), weights = (lambda a, b, c: (a, b.values(), c))(*torch.load("given.pt"))
+assert not torch.equal(eye, torch.zeros_like(eye))
+assert torch.load("given.pt", map_location="cuda")[0].is_cuda
+model = torch.nn.Linear(16, int(index.max()) + 1).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    (model(torch.ones(2, 16, device="cuda")).sum() + weights.cuda().sum()).backward()
+    optimizer.step()
+""".replace("given.pt", str(tmp_path / "given.pt"))
+    )
+    run = run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter())
+    assert any(tuple(node.meta["val"].shape) == (2, 7) for node in run.recorder.graph.nodes if "val" in node.meta)
+    assert not run.recorder.warnings
