@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map_only
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
 from echograph.frontend.pytorch.userfile import reason
-from echograph.frontend.scripts import places, smi, streams, values
+from echograph.frontend.scripts import places, smi, sparse, streams, values
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.autocast import as_on_cuda
 from echograph.frontend.scripts.counts import guessed_size
@@ -48,6 +48,7 @@ from echograph.frontend.scripts.found import finding, finds
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
 from echograph.frontend.scripts.requirements import asked, installed, python, unmet
+from echograph.frontend.scripts.sparse import SparseTensor
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
 from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, decided_size, deciding, keep_finite
 from echograph.frontend.scripts.world import NO_GPU, World
@@ -525,6 +526,8 @@ class OnTheDevice(TorchFunctionMode):
         self._rested = [] if rested is None else rested
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if SparseTensor in types or func is torch.sparse_coo_tensor:
+            return self._sparse(func, types, args, kwargs or {})
         if func in _LOOKS and not types and not kwargs:
             with torch._C.DisableTorchFunction():  # nobody below answers
                 return func(*args)
@@ -548,6 +551,17 @@ class OnTheDevice(TorchFunctionMode):
             known_values.follow_made(func, args, kwargs, made)
             return moved(args[0], made, True) if args and made is args[0] else _marked(made)
         return self._followed(func, args, kwargs)
+
+    def _sparse(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """What a function makes of sparse tensors; their sizes they say themselves."""
+        if func in _LOOKS and func not in sparse.ASKED:
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
+
+        def ask(function: Any, *given: Any, **named: Any) -> Any:
+            return self.__torch_function__(function, (), given, named)
+
+        return sparse.answer(ask, func, args, kwargs)
 
     def _tell_of_ranks(self, args: Any) -> None:
         """Notes the line that reads what ranks told each other."""
@@ -784,13 +798,18 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
     return made.replace("torch.", "torch.cuda.") if isinstance(made, str) and on_gpu(args[0]) else made
 
 
-def _deepcopy(mode: OnTheDevice, func: Any, args: Any, kwargs: Any) -> Any:
-    if isinstance(args[0], FakeTensor) and args[0].is_leaf:
-        return _copied(*args)
-    if type(args[0]) is Tensor:
-        with _disable_current_modes():  # one that was made beside the fake ones has its values
-            return copy.deepcopy(*args)
-    return NotImplemented
+def _deepcopy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`copy.deepcopy` of tensors, of those that others hold as well (a DTensor, a mesh): no mode sees these."""
+
+    def copied(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        if isinstance(tensor, FakeTensor) and tensor.is_leaf:
+            return _copied(tensor, memo)
+        if type(tensor) is Tensor:
+            with _disable_current_modes():  # one that was made beside the fake ones has its values
+                return original(tensor, memo)
+        return original(tensor, memo)
+
+    return copied
 
 
 _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
@@ -799,7 +818,6 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     Tensor.data_ptr: lambda mode, func, args, kwargs: (
         _address(args[0]) if isinstance(args[0], FakeTensor) else NotImplemented
     ),
-    Tensor.__deepcopy__: _deepcopy,
     Tensor.pin_memory: lambda mode, func, args, kwargs: args[0],
     Tensor.is_pinned: lambda mode, func, args, kwargs: False,
     torch.device: OnTheDevice._device,
@@ -843,7 +861,7 @@ def present(
         make = partial(CountingDevice, note, counter, **shown)
     with ExitStack() as stack:
         enter = stack.enter_context
-        for answer in (*answers(world), *_moves(world), *_streams(), *values.installed()):
+        for answer in (*answers(world), *_moves(world), *_streams(), *values.installed(), *sparse.installed()):
             enter(answer)
         enter(patched(torch.amp.GradScaler, "_maybe_opt_step", _always_steps))
         for owner in (_foreach_utils, optimizer):
@@ -851,6 +869,7 @@ def present(
         enter(_foreach_of_fakes())
         enter(replaced(_meta_registrations, "device_hint", lambda _: "cuda"))
         enter(_recomputed_alike())
+        enter(patched(Tensor, "__deepcopy__", _deepcopy))
         for owner in (torch.autograd, torch.autograd.graph):
             enter(patched(owner, "_engine_run_backward", lambda f: _again(make, f)))
         enter(deciding(world.decided, note, world.asked, warn or note))

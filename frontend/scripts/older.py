@@ -10,6 +10,7 @@ import argparse
 import collections.abc
 import importlib
 import inspect
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -42,7 +43,7 @@ _NAMES: dict[str, dict[str, str]] = {
             ("cfloat", "complex128"), ("complex_", "complex128"), ("cumproduct", "cumprod"), ("float_", "float64"),
             ("in1d", "isin"), ("infty", "inf"), ("mat", "asmatrix"), ("product", "prod"), ("round_", "round"),
             ("row_stack", "vstack"), ("sometrue", "any"), ("string_", "bytes_"), ("trapz", "trapezoid"),
-            ("unicode_", "str_"), ("PINF", "inf"),
+            ("unicode_", "str_"), ("PINF", "inf"), ("bool8", "bool_"), ("int0", "intp"), ("uint0", "uintp"),
         )},
         **{name: f"numpy.exceptions:{name}" for name in (
             "AxisError", "ComplexWarning", "DTypePromotionError", "ModuleDeprecationWarning", "RankWarning",
@@ -335,6 +336,19 @@ def _arguments(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:
     if "__init__" not in vars(Sampler):
         yield patched(Sampler, "__init__", lambda _: lambda sampler, data_source=None: None)
     yield patched(torch, "stft", _real)
+    yield patched(random, "seed", partial(_by_any_integer, note))
+
+
+def _by_any_integer(note: NoteTaker, original: Callable[..., None]) -> Callable[..., None]:
+    """`random.seed`, which took integers of NumPy before Python 3.11."""
+
+    def seed(given: Any = None, *args: Any, **kwargs: Any) -> None:
+        if isinstance(given, np.integer):
+            note("random.seed takes no integers of NumPy any more: the same one of Python seeds")
+            given = int(given)
+        original(given, *args, **kwargs)
+
+    return seed
 
 
 def _quiet(note: NoteTaker, original: Callable[..., None]) -> Callable[..., None]:

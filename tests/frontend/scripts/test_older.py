@@ -61,6 +61,11 @@ assert list(Every([1, 2])) == [0, 1]
             "import numpy as np, warnings\nwarnings.simplefilter('ignore', np.RankWarning)",
             "numpy.exceptions.RankWarning stands for it",
         ),
+        ("import random, numpy as np\nrandom.seed(np.int64(3))", "random.seed takes no integers of NumPy"),
+        (
+            "import numpy\nassert numpy.sctypes['int'] and numpy.bool8 is numpy.bool_",
+            "numpy.sctypes, which is no more",
+        ),
         ("from numpy import product, Inf\nassert product([2, 3]) == 6", "numpy.prod stands for it"),
         ("import collections\nassert isinstance([], collections.Iterable)", "collections.abc.Iterable"),
         ("from fractions import gcd\nassert gcd(4, 6) == 2", "math.gcd"),

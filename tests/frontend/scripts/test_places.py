@@ -285,3 +285,23 @@ assert not isinstance(model.bias, Named) and isinstance(model.bias, torch.nn.Par
 assert type(model.weight.detach()) is not type(model.weight)
 """
     assert run(tmp_path, text + STEPS).recorder.recorded
+
+
+def test_what_holds_tensors_is_copied_with_them(tmp_path: Path) -> None:
+    """`dataclasses.asdict` of a DTensor copies its part and the ranks of its mesh."""
+    (tmp_path / "train.py").write_text("""
+import dataclasses, torch, torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+dist.init_process_group("nccl")
+whole = distribute_tensor(torch.ones(8, 8, device="cuda"), init_device_mesh("cuda", (4,)), [Shard(0)])
+Held = dataclasses.make_dataclass("Held", ["one", "several"])
+copied = dataclasses.asdict(Held(whole, [torch.ones(3).cuda()]))
+assert copied["one"].to_local().is_cuda and copied["one"].shape == (8, 8) and copied["several"][0].is_cuda
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4).cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+""")
+    assert run_script(Script(path=tmp_path / "train.py"), World(size=4), TorchAdapter()).recorder.recorded
