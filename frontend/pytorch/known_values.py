@@ -101,7 +101,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, m
         out: what it made.
         most: real numbers of a tensor that are computed.
     """
-    first: Any = args[0] if args else None
+    first: Any = args[func is torch.einsum] if args else None
     if func in _MADE_LIKE and isinstance(out, FakeTensor) and is_small(out):
         with apart():
             args = (torch.empty(first.shape if "like" in func.__name__ else 0, dtype=torch.bool), *args[1:])
@@ -480,7 +480,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
         if func in _SELECTING and len(args) == 2 and is_known(args[1]):
             # As a GPU does it: an index by the mask, each of the two repeated to the other's shape.
             with apart():
-                mask, _ = torch.broadcast_tensors(real(args[1]), torch.empty(1).expand(args[0].shape))
+                mask = real(args[1]) & torch.ones((), dtype=torch.bool).expand(args[0].shape)
                 places = mask.nonzero(as_tuple=True)
             return args[0].expand(mask.shape)[tuple(_fake(place, args[1]) for place in places)]
         cuts = tree_map_only(FakeTensor, _number, (args[1:], kwargs))

@@ -426,3 +426,27 @@ for step in range(3):
 """)
     run = run_script(Script(path=tmp_path / "train.py"), World(size=8), TorchAdapter())
     assert run.meshes == [{"a": 2, "b": 4}]
+
+
+def test_a_module_of_torchscript_runs_operator_by_operator(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale * self.scale
+
+model = torch.jit.script(Model()).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+""")
+    run = run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter())
+    assert "layer" in {node.meta.get("module") for node in run.recorder.graph.nodes}
+    assert any("torch.jit.script compiles no module" in note for note in run.recorder.notes)

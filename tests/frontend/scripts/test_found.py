@@ -177,3 +177,13 @@ def test_what_decide_takes() -> None:
     for text in ("train.py:14=-1", "train.py:14=many", "train:64"):
         with pytest.raises(UsageError, match=r"train\.py:14=64"):
             parse_decision(text)
+
+
+@pytest.mark.parametrize(
+    "chosen", ["out.masked_select(mask)", "torch.masked_select(out, mask)", "out.masked_select(mask[0])"]
+)
+def test_a_mask_that_the_host_knows_chooses_as_many_as_it_says(tmp_path: Path, chosen: str) -> None:
+    mask = "mask = torch.arange(8).cuda()[None] < torch.tensor([3, 5] * 16).cuda()[:, None]"
+    path = _script(tmp_path, f"{mask}; loss = {chosen}.sum(); assert {chosen}.shape in ((128,), (96,))")
+    run = run_script(Script(path=path), World(size=1), TorchAdapter())
+    assert not run.recorder.warnings
