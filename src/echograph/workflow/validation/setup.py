@@ -192,8 +192,9 @@ def _schedule(
 ) -> tuple[dict[str, int], dict[str, Any]]:
     """Parallel sizes and options of the plan, as the pipeline's schedule needs them.
 
-    DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1) keeps two copies of a stage's parameters, so that its passes meet half-way;
-    DualPipeV has as many passes beside each other, and one copy. Both exchange rows of experts beside computing.
+    DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1) keeps two copies of a stage's parameters, so that
+    micro-batches enter at both ends; DualPipeV has as many passes beside each other, and one copy. Both exchange
+    rows of experts beside computing.
     """
     said = f"{row.text('schedule')} {row.text('notes')}".lower()
     if "dualpipe" not in said or sizes["pp"] == 1:
