@@ -339,7 +339,7 @@ def test_a_job_reads_back_as_it_was_written() -> None:
     [
         ({"stages": 0}, "0 pipeline stages"),
         ({"stages": 10**6}, "pipeline stages"),
-        ({"stages": 13}, "use 12 or fewer"),
+        ({"stages": 15}, "use 12 or fewer"),
         ({"stages": 4, "micro_batches": 4, "schedule": "interleaved", "chunks": 5}, "use 12 or fewer"),
         ({"stages": 2, "layers": (6, 5)}, "add up to the model's 12"),
         ({"stages": 3, "layers": (6, 0, 6)}, "1 or more"),
