@@ -200,6 +200,7 @@ REGION = "region"
 GRAPH = "graph"
 _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE, REGION)
 SILENT_NAMESPACES = ("prim", "profiler")
+_EQUAL = torch.ops.aten.equal.default
 _ITEM = _ATEN._local_scalar_dense.default
 _LIFT = torch.ops.aten.lift_fresh.default
 _COPY = _ATEN.copy_.default
@@ -711,6 +712,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _ITEM and isinstance(args[0], FakeTensor):
             return answer(args[0], self.note)
+        if func is _EQUAL and isinstance(args[0], FakeTensor):
+            return args[0] is args[1]  # TorchScript asks whether constants may be one
         if args and self._keeps(args[0]):
             with apart():
                 out = func(*args, **kwargs)

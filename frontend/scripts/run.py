@@ -156,7 +156,6 @@ def run_script(
             recorder.counter.stands_in = script.host.stands_in
         enter(patched(os, "_exit", _exit_as_sys))
         enter(replaced(torch, "compile", _left_out))
-        enter(patched(torch.jit, "script", partial(_modules_as_they_are, recorder.note)))
         enter(stand_ins.standing_in(recorder.note))
         enter(older.installed(recorder.note))
         enter(environments.acting(recorder.note))
@@ -183,18 +182,6 @@ def run_script(
 def _left_out(model: Any = None, *_: Any, **__: Any) -> Any:
     """`torch.compile`, for what frameworks compile where they are imported: its own import takes seconds."""
     return (lambda function: function) if model is None else model
-
-
-def _modules_as_they_are(note: Callable[[str], None], original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.jit.script`, whose executor compares constants, and calls no module by its name."""
-
-    def script(given: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(given, torch.nn.Module):
-            return original(given, *args, **kwargs)
-        note("torch.jit.script compiles no module: what it is given runs operator by operator")
-        return given
-
-    return script
 
 
 def _exit_as_sys(leave: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
