@@ -13,6 +13,7 @@ import builtins
 import runpy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -88,15 +89,23 @@ def _run(original: Callable[..., Any]) -> Callable[..., Any]:
 def _compiled(path: str) -> CodeType | None:
     """A file's code, in which calls of `int` and `range` are followed; None where there are none, or no source."""
     with suppress(OSError, SyntaxError, ValueError):
-        text = Path(path).read_bytes()
-        if any(called in text for called in _COUNTING):
-            tree = ast.parse(text, path)
-            for node in filter(_counts, ast.walk(tree)):
-                following = ast.copy_location(ast.Name(_FOLLOWED, ast.Load()), node.func)
-                node.func = ast.copy_location(ast.Call(following, [node.func], []), node.func)
-            made: CodeType = compile(tree, path, "exec", dont_inherit=True)
-            return made
+        about = Path(path).stat()
+        return _followed_in(path, about.st_mtime_ns, about.st_size)
     return None
+
+
+@cache
+def _followed_in(path: str, _: int, __: int) -> CodeType | None:
+    """The same of a file as it is; each rank that is run imports it anew."""
+    text = Path(path).read_bytes()
+    if not any(called in text for called in _COUNTING):
+        return None
+    tree = ast.parse(text, path)
+    for node in filter(_counts, ast.walk(tree)):
+        following = ast.copy_location(ast.Name(_FOLLOWED, ast.Load()), node.func)
+        node.func = ast.copy_location(ast.Call(following, [node.func], []), node.func)
+    made: CodeType = compile(tree, path, "exec", dont_inherit=True)
+    return made
 
 
 def _counts(node: ast.AST) -> TypeGuard[ast.Call]:
