@@ -155,6 +155,17 @@ def test_weights_that_cannot_be_downloaded_are_made(tmp_path: Path, monkeypatch:
         run(tmp_path, text.replace("small-1234.pth", "small.json"), Fakes())
 
 
+def test_images_that_cannot_be_downloaded_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those to test with, too, which come with those to train with; not where nobody would download them."""
+    pytest.importorskip("torchvision")
+    monkeypatch.chdir(tmp_path)
+    tested = 'assert len(datasets.MNIST("nowhere", train=False)) == 10_000\n'
+    text = IMAGES.replace("\nmodel", f"\n{tested}model", 1)
+    assert "60,000 images" in " ".join(run(tmp_path, text, Fakes()).recorder.notes)
+    with pytest.raises(CaptureError, match="Dataset not found"):
+        run(tmp_path, text.replace(", download=True", ""), Fakes())
+
+
 def test_pictures_of_the_hub(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     text = """import torch
