@@ -74,8 +74,7 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
             if file is not None and name in (*_IMAGES, *_WORDS_OF):
                 raise UsageError(f"--fake-data {name}={file}: it is made as published: give its name alone")
             if file is None and name in _IMAGES:
-                kind = getattr(_package("torchvision.datasets"), name)
-                stack.enter_context(replaced(kind, "__init__", _images(name, fakes.asked, note)))
+                _package("torchvision.datasets")
             elif file is None and name in _WORDS_OF:
                 stack.enter_context(_encoding(name, fakes.asked, note))
             elif file is None and name not in _COLUMNS:
@@ -87,8 +86,7 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
                 stack.enter_context(patched(owner, "load_dataset", lambda f: _rows(rows, fakes.asked, f, note)))
             if importlib.util.find_spec("evaluate") is not None:
                 stack.enter_context(patched(_package("evaluate"), "load", lambda _: lambda *_, **__: _Metric()))
-        published = [name for name in _IMAGES if name not in fakes.data]
-        stack.enter_context(once_imported("torchvision.datasets", partial(_published, published, note)))
+        stack.enter_context(once_imported("torchvision.datasets", partial(_published, fakes, note)))
         for kept in _files(fakes.files, fakes.asked, note):
             stack.enter_context(kept)
         if fakes.weights:
@@ -178,8 +176,8 @@ _IMAGES = {
 
 
 @contextmanager
-def _published(names: Sequence[str], note: NoteTaker) -> Iterator[None]:
-    """In the context, images that cannot be downloaded are made: how many there are, and how large, is known."""
+def _published(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
+    """In the context, images are made that are named, or cannot be downloaded: their number and size are known."""
     datasets = importlib.import_module("torchvision.datasets")
     fetched: set[str] = set()  # what fetches images to train with fetches those to test with, too
 
@@ -198,11 +196,12 @@ def _published(names: Sequence[str], note: NoteTaker) -> Iterator[None]:
 
         return init
 
+    # Before any is another: some are derived from others, whose constructors they have.
+    originals = {name: getattr(datasets, name).__init__ for name in _IMAGES}
     with ExitStack() as stack:
-        for name in names:
-            # MNIST's constructor is that of the two derived from it as well.
-            kind = getattr(datasets, name)
-            stack.enter_context(replaced(kind, "__init__", made(name, kind.__init__)))
+        for name, original in originals.items():
+            init = _images(name, fakes.asked, note) if name in fakes.data else made(name, original)
+            stack.enter_context(replaced(getattr(datasets, name), "__init__", init))
         yield
 
 

@@ -164,6 +164,9 @@ def test_images_that_cannot_be_downloaded_are_made(tmp_path: Path, monkeypatch: 
     assert "60,000 images" in " ".join(run(tmp_path, text, Fakes()).recorder.notes)
     with pytest.raises(CaptureError, match="Dataset not found"):
         run(tmp_path, text.replace(", download=True", ""), Fakes())
+    for fakes in (Fakes(), Fakes(data={"MNIST": None})):  # derived from it
+        notes = run(tmp_path, IMAGES.replace("MNIST", "KMNIST"), fakes).recorder.notes
+        assert any(note.startswith("KMNIST: 60,000 images") for note in notes)
 
 
 def test_pictures_of_the_hub(tmp_path: Path) -> None:
