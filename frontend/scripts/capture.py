@@ -33,6 +33,7 @@ from echograph.frontend.scripts.checks import findings, never_asked
 from echograph.frontend.scripts.collectives import Communication
 from echograph.frontend.scripts.host_work import WORK, HostPrice, wait_for_value, wait_for_work
 from echograph.frontend.scripts.launches import Launch, beside
+from echograph.frontend.scripts.read_once import read_once
 from echograph.frontend.scripts.recorder import (
     COMMUNICATION,
     COPY,
@@ -759,6 +760,7 @@ def _dtype(run: ScriptRun) -> DType:
     return DTYPES[max(counts, key=lambda dtype: counts[dtype])] if counts else DType.FP32
 
 
+@read_once()
 def capture_script(
     script: Script,
     world: World,
