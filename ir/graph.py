@@ -26,7 +26,7 @@ import numpy as np
 
 from echograph.errors import GraphError
 from echograph.ir.columns import NONE, Int64, OpTable, TensorTable
-from echograph.ir.types import DType, Tensor
+from echograph.ir.types import DType, Op, Tensor
 
 FORMAT_MAJOR = 2
 FORMAT_MINOR = 2
@@ -347,6 +347,15 @@ class Graph:
         found = self._tensors.get(row)
         return self._tensors.setdefault(row, self.tensors[row]) if found is None else found
 
+    @cached_property
+    def _ops(self) -> dict[int, Op]:
+        return {}
+
+    def op(self, row: int) -> Op:
+        """A row of the operation table, kept for those who ask for it again."""
+        found = self._ops.get(row)
+        return self._ops.setdefault(row, self.ops[row]) if found is None else found
+
     def value(self, block: int, instance: int, index: int) -> tuple[int, int, int]:
         """(block, instance, tensor) where a tensor has its value from, through aliases and ports.
 
@@ -375,6 +384,16 @@ class Graph:
         bases = self._tensor_starts, self.tensor_bases
         number, instance, position = _locate(*bases, self.blocks, tensor_id, "tensor")
         return number, instance, self._own_tensors[number][position]
+
+    def located_rows(self, tensor_ids: Sequence[int] | Int64) -> Int64:
+        """Table indices of many tensor ids, each of which there is, as `locate_tensor` has them."""
+        ids, starts = np.array(tensor_ids, np.int64), np.array(self._tensor_starts, np.int64)
+        number = np.searchsorted(starts, ids, side="right") - 1
+        own = np.array([len(its) for its in self._own_tensors], np.int64)
+        begins = np.cumsum(own) - own
+        every = np.concatenate([np.array(its, np.int64) for its in self._own_tensors])
+        found: Int64 = every[begins[number] + (ids - starts[number]) % own[number]]
+        return found
 
     @cached_property
     def _tensor_starts(self) -> list[int]:

@@ -90,7 +90,8 @@ def accumulate(builder: GraphBuilder, gradients: Iterable[tuple[Tensor, str, int
         names=[name for _, name, _ in made],
         ports=[True] * len(made),
     )
-    nbytes = [tensor.nbytes for tensor, _, _ in made]
+    sizes = {id(tensor): tensor.nbytes for tensor in {id(tensor): tensor for tensor, _, _ in made}.values()}
+    nbytes = [sizes[id(tensor)] for tensor, _, _ in made]
     builder.computes(
         [ADD_TO_GRADIENT] * len(made), phase=Phase.BACKWARD, inputs=[(port,) for port in ports],
         bytes_read=[2 * each for each in nbytes], bytes_written=nbytes,
