@@ -383,9 +383,14 @@ class GraphBuilder:
 
     # -- blocks and programs -----------------------------------------------------------------------------
 
-    def begin_block(self, name: str) -> int:
-        """Closes the open block and opens a new one; returns its number."""
-        self._blocks.append((name, len(self._t["name"].items), len(self._o["kind"].items)))
+    def begin_block(self, name: str, begin: tuple[int, int] | None = None) -> int:
+        """Closes the open block and opens a new one; returns its number.
+
+        Args:
+            name: of the new block.
+            begin: its first tensor and operation, where these stand already; None: those that come next.
+        """
+        self._blocks.append((name, *(begin or (len(self._t["name"].items), len(self._o["kind"].items)))))
         self._instances.append([])
         return len(self._blocks) - 1
 
@@ -617,6 +622,23 @@ def copy_rows(
     ops = np.arange(len(graph.ops)) + (builder.op_count() - block.ops.start)
     copy_tensors(builder, graph, block.tensors, tensors)
     copy_ops(builder, graph, block.ops, tensors, ops, attributes)
+
+
+def append_blocks(builder: GraphBuilder, graph: Graph, blocks: Sequence[Block]) -> None:
+    """Copies blocks that follow each other, the first into the open block, without their instances.
+
+    As `copy_rows` and `begin_block` for one after the other, but all rows at one go.
+    """
+    first, last = blocks[0], blocks[-1]
+    new_tensor, new_op = builder.tensor_count() - first.tensors.start, builder.op_count() - first.ops.start
+    for block in blocks:  # texts are numbered block by block
+        _strings(builder, graph, graph.tensors, block.tensors)
+        _strings(builder, graph, graph.ops, block.ops)
+    tensors, ops = np.arange(len(graph.tensors)) + new_tensor, np.arange(len(graph.ops)) + new_op
+    copy_tensors(builder, graph, range(first.tensors.start, last.tensors.stop), tensors)
+    copy_ops(builder, graph, range(first.ops.start, last.ops.stop), tensors, ops)
+    for block in blocks[1:]:
+        builder.begin_block(block.name, (new_tensor + block.tensors.start, new_op + block.ops.start))
 
 
 Rows = Int64 | range

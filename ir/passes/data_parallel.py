@@ -58,7 +58,7 @@ import numpy as np
 from echograph.errors import PlanError
 from echograph.ir import graph as g
 from echograph.ir import types as t
-from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
+from echograph.ir.builder import GraphBuilder, append_blocks, copy_ops, copy_tensors
 from echograph.ir.columns import NONE, Bools, Float64, Int64, distinct
 from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph, kept
 from echograph.ir.passes.model import (
@@ -252,13 +252,15 @@ class NewRows:
         return cls(*np.full((2, count), NONE))
 
 
-def unchanged(graph: Graph, block: Block) -> Written:
-    """A block that stands in the new graph where and as it stood in the old one."""
+def unchanged(graph: Graph, block: Block, tensor: int = 0, op: int = 0) -> Written:
+    """A block that stands in the new graph as it stood in the old one, so many tensors and operations behind."""
+    rows, ops = block.tensors, block.ops
+    ports = (rows.start + np.flatnonzero(graph.tensors.port[rows.start : rows.stop])).tolist()
     return Written(
-        tensors={(row, WHOLE): row for row in block.tensors},
-        ports=[(row, (row, WHOLE)) for row in block.tensors if graph.tensors.port[row]],
-        tensor_rows=block.tensors,
-        op_rows=block.ops,
+        tensors={(row, WHOLE): row + tensor for row in rows},
+        ports=[(row + tensor, (row, WHOLE)) for row in ports],
+        tensor_rows=range(rows.start + tensor, rows.stop + tensor),
+        op_rows=range(ops.start + op, ops.stop + op),
     )
 
 
@@ -1493,18 +1495,48 @@ class DataParallel:
         transient = (t.TensorRole.GRADIENT,) if self.zero == 2 else ()
         scalars = set() if division.none else {*total_norms(graph), *overflow_flags(graph)}
         ops = NewRows.of(len(graph.ops))
-        blocks = []
-        for number, block in enumerate(graph.blocks):
-            if number:
-                builder.begin_block(block.name)
-            blocks.append(
-                _Block(
+        blocks: list[Written] = []
+        divided = _divided_blocks(graph, division, transient, scalars)
+        for apart, numbers in groupby(range(len(graph.blocks)), divided.__contains__):
+            its = list(numbers)
+            if not apart:
+                if its[0]:
+                    builder.begin_block(graph.blocks[its[0]].name)
+                blocks += _as_they_are(graph, builder, graph.blocks[its[0] : its[-1] + 1], ops)
+                continue
+            for number in its:
+                if number:
+                    builder.begin_block(graph.blocks[number].name)
+                block = _Block(
                     graph, builder, number, division, ops, views=views, transient=transient, scalars=scalars
-                ).write()
-            )  # fmt: skip
+                )
+                blocks.append(block.write())
         job = ShardedGraph(graph, builder, blocks, ops)
         job.bind()
         return job
+
+
+def _divided_blocks(
+    graph: Graph, division: Division, transient: Sequence[t.TensorRole], scalars: Collection[int]
+) -> set[int]:
+    """Blocks that hold something of which a rank has a part, or that differs between uses of it."""
+    tensors = np.isin(graph.tensors.role, (t.TensorRole.OPTIMIZER_STATE, *transient))
+    tensors[list(division.gradients)] = True
+    ops = graph.ops.phase == SHARDED
+    ops[list(scalars)] = True
+    begins = np.array([block.tensors.start for block in graph.blocks])
+    of_tensors = np.searchsorted(begins, np.flatnonzero(tensors), side="right") - 1
+    return {*of_tensors.tolist(), *graph.block_of_op[ops].tolist()}
+
+
+def _as_they_are(graph: Graph, builder: GraphBuilder, blocks: Sequence[Block], ops: NewRows) -> list[Written]:
+    """Blocks that follow each other in which nothing is divided, copied."""
+    tensor = builder.tensor_count() - blocks[0].tensors.start
+    op = builder.op_count() - blocks[0].ops.start
+    append_blocks(builder, graph, blocks)
+    rows = np.arange(blocks[0].ops.start, blocks[-1].ops.stop)
+    ops.starts[rows], ops.stops[rows] = rows + op, rows + op + 1
+    return [unchanged(graph, block, tensor, op) for block in blocks]
 
 
 class _Block(ShardedBlock):
