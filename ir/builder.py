@@ -261,21 +261,51 @@ class GraphBuilder:
         Raises:
             GraphError: bytes beyond 64 bits.
         """
-        first, count = self.op_count(), len(operators)
+        count = len(operators)
+        return self.rows(
+            operators, kind=[t.OpKind.COMPUTE] * count, phase=phase, inputs=inputs,
+            outputs=outputs or [()] * count, deps=[()] * count, bytes_read=bytes_read, bytes_written=bytes_written,
+        )  # fmt: skip
+
+    def rows(
+        self,
+        names: Sequence[str],
+        *,
+        kind: Sequence[int],
+        phase: t.Phase,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        deps: Sequence[Sequence[int]],
+        **columns: Sequence[int],
+    ) -> range:
+        """Adds many operations of one phase to the open block at once; returns their rows.
+
+        Args:
+            names: of each.
+            kind: of each, an `OpKind`.
+            phase: of all.
+            inputs: of each.
+            outputs: of each.
+            deps: of each.
+            columns: other columns of the operation table, by name; those that are left out have their default.
+
+        Raises:
+            GraphError: a number beyond 64 bits.
+        """
+        first, count = self.op_count(), len(names)
         given: dict[str, Sequence[int]] = {
-            "kind": [t.OpKind.COMPUTE] * count, "name": [self.string(name) for name in operators],
-            "phase": [phase] * count, "module": [0] * count, "stream": [0] * count,
-            "bytes_read": bytes_read, "bytes_written": bytes_written,
+            "kind": kind, "name": [self.string(name) for name in names], "phase": [phase] * count,
+            "module": [0] * count, "stream": [0] * count, **columns,
         }  # fmt: skip
         try:
             for name, values in given.items():
                 self._o[name].fill(first)
                 self._o[name].items.extend(values)
         except OverflowError:
-            raise GraphError(_BEYOND.format(operators[0])) from None
+            raise GraphError(_BEYOND.format(names[0])) from None
         self._inputs.many(inputs)
-        self._outputs.many(outputs or [()] * count)
-        self._deps.offsets.items.extend([len(self._deps.values.items)] * count)
+        self._outputs.many(outputs)
+        self._deps.many(deps)
         self._duration.offsets.items.extend([len(self._duration.values.items)] * count)
         return range(first, self.op_count())
 

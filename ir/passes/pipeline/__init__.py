@@ -565,7 +565,7 @@ class Chunk:
 
     def write(self) -> None:
         """Writes all rows, and the calls that run them and the layers."""
-        graph, placement = self.plan.graph, self.plan.placement
+        graph = self.plan.graph
         first = self.builder.op_count()
         self._name_shares()
         own = self.plan.calls_of(self.number)
