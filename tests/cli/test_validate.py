@@ -118,7 +118,6 @@ def test_processes_change_nothing(cli, tmp_path: Path) -> None:
         ({"model": "T5-large"}, "is not one stack of layers over tokens"),
         ({"n_gpus": 0}, "n_gpus is '0'"),
         ({"seq_len": 0}, "seq_len is '0'"),
-        ({"notes": "DualPipe, DeepEP"}, "its schedule is DualPipe"),
         ({"zero_stage": "3 (offload)"}, "zero_stage '3 .offload"),
         ({"sequence_parallel": "perhaps"}, "sequence_parallel 'perhaps'"),
     ],
@@ -258,6 +257,39 @@ def test_an_empty_cell_is_what_its_trainer_does_and_says_so() -> None:
     alone = made(trainer="abacus", **empty | {"tp": 1, "n_gpus": 1, "dp": 1})
     assert not any(line.startswith(("zero_stage", "sequence_parallel")) for line in alone.assumed)
     assert made(trainer="fms-fsdp", recompute="Selective AC").plan.recompute == "full"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said", "attention"),
+    [
+        ("Megatron-DeepSpeed", "", "fused-softmax"), ("Megatron-LM 2021", "", "fused-softmax"),
+        ("Megatron-LM v0.12", "", "sdpa"), ("abacus", "", "sdpa"), ("GPT-NeoX", "flash", "sdpa"),
+        ("Megatron-Core", "unfused", "fused-softmax"), ("PyTorch FSDP", "unfused", "eager"),
+        ("HF Transformers", "unfused", "eager"), ("FSDP", "unfused, fused softmax", "fused-softmax"),
+    ],
+)  # fmt: skip
+def test_attention_that_a_row_leaves_out_is_its_trainers(trainer: str, said: str, attention: str) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    found = made(trainer=trainer, attention=said)
+    assert found.model.attention == attention
+    assert ("fused attention" in found.assumed) == (not said and attention == "sdpa")
+    assert ("attention unfused by default" in found.assumed) == (not said and attention != "sdpa")
+
+
+def test_dualpipe_is_that_of_two_chunks_whose_exchanges_hide() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    sizes = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "dp"), "")
+    row = sizes | {"model": "DeepSeek-V3", "n_gpus": 128, "tp": 1, "pp": 8, "ep": 16, "attention": "flash"}
+    for change in ({"notes": "DualPipe, DeepEP"}, {"trainer": "HAI-LLM"}):
+        found = made(**row | {"precision": "fp8", "global_batch": 256} | change)
+        assert (found.plan.schedule, found.plan.vpp) == ("dualpipe-v", 2)
+        assert found.plan.overlap_moe_expert_parallel_comm
+        assert "DualPipe as DualPipeV" in found.assumed
+    assert (found.plan.precision, found.plan.moe_dispatcher, found.plan.zero) == ("fp8-blockwise", "deepep", 0)
+    exact = made(**row | {"notes": "DualPipeV", "ep": 1, "global_batch": 256})
+    assert not exact.plan.overlap_moe_expert_parallel_comm
+    assert "DualPipe as DualPipeV" not in exact.assumed
+    assert made(notes="DualPipe", pp=1).plan.schedule == ""
 
 
 def test_ddp_of_megatron_divides_the_optimizer_as_its_trainer_does() -> None:

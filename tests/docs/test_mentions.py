@@ -90,3 +90,18 @@ def test_the_glossary_has_one_meaning_a_word() -> None:
     words = Counter(word for row in rows for word in row.split(", ") if row != "word")
     assert [word for word, count in words.items() if count > 1] == []
     assert len(words) > 100
+
+
+def test_every_column_that_validate_reads_is_told() -> None:
+    sources = (ROOT / "src/echograph/workflow/validation").glob("*.py")
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+    read = set(re.findall(r'\b(?:row|self)\.(?:text|number|real)\("(\w+)"', text))
+    page = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    table = page.split("### The table of measured steps")[1].split("\n### ")[0]
+    told = {
+        name
+        for line in table.splitlines()
+        for name in re.findall(r"`(\w+)`", line.split("|")[1] if line[:1] == "|" else "")
+    }
+    assert read - told == set()
+    assert len(read) > 20

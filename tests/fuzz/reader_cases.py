@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 from damage import damage
 from reader_targets import OUT, STEP, Files, Target
 
+from echograph.cli import output
+
 SECONDS = 20
 MEMORY_BYTES = 2**30
 LINE = 500
@@ -224,6 +226,7 @@ def prepare(target: Target) -> str | None:
         A command that no whole file passes, or a file that passes none; None where there is none.
     """
     os.environ.update(HF_HUB_OFFLINE="1", COLUMNS="120")
+    output.QUIET_S = 3600.0  # a loaded machine makes a command slow, which then says what it is at
     # A process says a warning once for each line, and a command is a process of its own.
     warnings.simplefilter("always")
     seeds = seeds_of(target)

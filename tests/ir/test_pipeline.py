@@ -128,6 +128,20 @@ def test_layers_are_split_as_asked() -> None:
     assert layers(stages=5, layers=(1, 2, 3, 2, 4)) == [1, 2, 3, 2, 4]
 
 
+@pytest.mark.parametrize(("more", "empty"), [(1, (LAYERS,)), (2, (0, LAYERS + 1))])
+def test_ends_have_no_layer_where_chunks_are_more_than_layers(more: int, empty: tuple[int, ...]) -> None:
+    job = Pipeline(stages=LAYERS + more, micro_batches=2)(step())
+    has = [
+        any(f"layers.{i}." in name for name in runs(job, s) for i in range(LAYERS)) for s in range(LAYERS + more)
+    ]
+    assert [stage for stage, some in enumerate(has) if not some] == list(empty)
+
+
+def test_three_chunks_more_than_layers_are_refused() -> None:
+    with pytest.raises(PlanError, match=f"{LAYERS + 3} pipeline chunks, but the model has {LAYERS} layers"):
+        Pipeline(stages=LAYERS + 3, micro_batches=2)(step())
+
+
 def test_interleaved_stages_take_chunks_in_turn() -> None:
     job = Pipeline(stages=2, micro_batches=2, schedule="interleaved", chunks=3)(step())
     first = [i for i in range(LAYERS) if f"aten.mm layers.{i}.linear0" in runs(job, 0)]
@@ -325,8 +339,8 @@ def test_a_job_reads_back_as_it_was_written() -> None:
     [
         ({"stages": 0}, "0 pipeline stages"),
         ({"stages": 10**6}, "pipeline stages"),
-        ({"stages": 13}, "use 12 or fewer"),
-        ({"stages": 4, "micro_batches": 4, "schedule": "interleaved", "chunks": 4}, "use 12 or fewer"),
+        ({"stages": 15}, "use 12 or fewer"),
+        ({"stages": 4, "micro_batches": 4, "schedule": "interleaved", "chunks": 5}, "use 12 or fewer"),
         ({"stages": 2, "layers": (6, 5)}, "add up to the model's 12"),
         ({"stages": 3, "layers": (6, 0, 6)}, "1 or more"),
         ({"stages": 2, "layers": (13, -1)}, "such as 11, 1"),

@@ -95,7 +95,7 @@ def model_of(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> RowMode
         Skip: neither a known name nor sizes enough.
     """
     known = public_model(row.text("model"))
-    attention = _attention(row, assumed)
+    attention = _attention(row, trainer, assumed)
     if known is not None and known.architecture not in _BY_SIZES:
         model = RowModel(entry=_as_published(known, row), attention="fused")
         layers, dense = row.number("layers", model.layers), known.config.get("first_k_dense_replace", 0)
@@ -111,13 +111,12 @@ def model_of(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> RowMode
     return RowModel(entry=_of_sizes(row, known, trainer, assumed), attention=attention)
 
 
-def _attention(row: MeasuredStep, assumed: list[str]) -> str:
+def _attention(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> str:
     said = row.text("attention").lower()
     if not said:
         assumed.append("fused attention")
-    # All tables' unfused attention is Megatron's, which has kernels of its own for scale, mask and softmax.
     if said.startswith("unfused"):
-        return "fused-softmax"
+        return "fused-softmax" if trainer.fused_softmax or "fused softmax" in said else "eager"
     return "eager" if _WRITTEN_OUT.match(said) else "sdpa"
 
 
@@ -201,6 +200,7 @@ def _of_sizes(row: MeasuredStep, known: ModelEntry | None, trainer: Trainer, ass
         return get_model("megatron-gpt-1.7b").with_config(
             n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=length, n_inner=ffn,
             attn_pdrop=trainer.dropout, resid_pdrop=trainer.dropout, embd_pdrop=trainer.dropout,
+            bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
     return get_model("llama-3-8b" if gated else "nemotron-4-15b").with_config(
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,

@@ -156,8 +156,7 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
         assumed.append("dp counts context-parallel ranks")
     elif gpus % model or copies * model != gpus:
         raise Skip(f"{gpus} GPUs are not tp x pp x cp x dp")
-    if "dualpipe" in row.text("notes").lower():
-        raise Skip("its schedule is DualPipe, which is not modelled")
+    sizes, schedule = _schedule(row, sizes, assumed)
     recompute = row.text("recompute")
     if recompute == "see recipe":
         assumed.append("no recomputation")
@@ -181,12 +180,29 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
         **zero,
         capacity_factor=1.0 if "tokendrop" in row.text("model") else None,
         recompute=recompute,
-        precision=precision,
         stack=trainer.stack,
         micro_batch=_micro_batch(row, trainer, gpus // model, sizes, assumed),
         global_batch=_global_batch(row, assumed),
-        **trainer.set,
+        **{"precision": precision} | schedule | trainer.set,
     )
+
+
+def _schedule(
+    row: MeasuredStep, sizes: dict[str, int], assumed: list[str]
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Parallel sizes and options of the plan, as the pipeline's schedule needs them.
+
+    DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1) keeps two copies of a stage's parameters, so that
+    micro-batches enter at both ends; DualPipeV has as many passes beside each other, and one copy. Both exchange
+    rows of experts beside computing.
+    """
+    said = f"{row.text('schedule')} {row.text('notes')}".lower()
+    if "dualpipe" not in said or sizes["pp"] == 1:
+        return sizes, {}
+    if not re.search(r"dualpipe-?v\b", said):
+        assumed.append("DualPipe as DualPipeV")
+    options = {"schedule": "dualpipe-v", "overlap_moe_expert_parallel_comm": sizes["ep"] > 1}
+    return sizes | {"vpp": 2}, options
 
 
 def _fitting(row: MeasuredStep, model: RowModel, plan: Plan, assumed: list[str]) -> Plan:

@@ -75,6 +75,7 @@ class _Guess(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a trainer ran that nobody here knows."""
 
     stack: str
+    fused_softmax: bool = False
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,6 +106,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         source: where what follows is published.
         set: options of the plan that it sets otherwise than the stack.
         step: options of the step that it sets.
+        fused_softmax: whether its unfused attention has Megatron-LM's kernel for scale, mask and softmax.
         dropout: of a plain GPT.
         lora_rank: of a row that says LoRA.
         lora_targets: linear layers that get adapters.
@@ -123,6 +125,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     source: str = ""
     set: dict[str, Any] = {}
     step: dict[str, Any] = {}
+    fused_softmax: bool = False
     dropout: float = 0.0
     lora_rank: int = 8
     lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
@@ -150,7 +153,8 @@ def trainer_of(row: MeasuredStep) -> Trainer:
     said = _words(row.text("trainer"))
     known = [one for one in _read().trainers if one.is_named(said)]
     if not known:
-        return Trainer(stack=next(guess.stack for guess in _read().guesses if guess.holds(row)), guessed=True)
+        guess = next(guess for guess in _read().guesses if guess.holds(row))
+        return Trainer(stack=guess.stack, fused_softmax=guess.fused_softmax, guessed=True)
     found = max(known, key=lambda trainer: len(trainer.name))
     for rule in found.when:
         if rule.holds(row):
