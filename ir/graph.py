@@ -385,16 +385,6 @@ class Graph:
         number, instance, position = _locate(*bases, self.blocks, tensor_id, "tensor")
         return number, instance, self._own_tensors[number][position]
 
-    def located_rows(self, tensor_ids: Sequence[int] | Int64) -> Int64:
-        """Table indices of many tensor ids, each of which there is, as `locate_tensor` has them."""
-        ids, starts = np.array(tensor_ids, np.int64), np.array(self._tensor_starts, np.int64)
-        number = np.searchsorted(starts, ids, side="right") - 1
-        own = np.array([len(its) for its in self._own_tensors], np.int64)
-        begins = np.cumsum(own) - own
-        every = np.concatenate([np.array(its, np.int64) for its in self._own_tensors])
-        found: Int64 = every[begins[number] + (ids - starts[number]) % own[number]]
-        return found
-
     @cached_property
     def _tensor_starts(self) -> list[int]:
         return [start for start, _ in self.tensor_bases]

@@ -463,7 +463,7 @@ def _through_ports(job: JobGraph, tensors: Int64) -> Int64:
         rows = block.tensors.start + np.flatnonzero(unknown[its])
         if len(rows) and block.instances:
             bound = np.array(block.instances[0].bindings, np.int64)[job.port_position[rows]]
-            found[rows] = tensors[job.located_rows(bound)]
+            found[rows] = tensors[job.ports.locate(bound)[2]]
     return found
 
 
