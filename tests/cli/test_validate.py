@@ -37,7 +37,7 @@ def test_every_row_has_a_prediction_or_a_reason(cli, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the [torch] extra")
     rows = (
         ROW,
-        ROW | {"id": "toy-002", "micro_batch": 1, "vpp": ""},
+        ROW | {"id": "toy-002", "micro_batch": 1, "vpp": "", "cp": ""},
         ROW | {"id": "toy-003", "hidden": ""},
         ROW | {"id": "toy-004", "step_time_s": ""},
         ROW | {"id": "toy-005", "global_batch": 17},
@@ -56,7 +56,7 @@ def test_every_row_has_a_prediction_or_a_reason(cli, tmp_path: Path) -> None:
     assert by_id["toy-001"]["in_interval"] == (low <= 0.02 <= high)
     assert by_id["toy-003"]["in_interval"] is None
     assert by_id["toy-001"]["error"] == pytest.approx(by_id["toy-001"]["predicted_s"] / 0.02 - 1)
-    assert "vpp 1" in by_id["toy-002"]["assumed"]
+    assert "cp 1" in by_id["toy-002"]["assumed"]
     assert by_id["toy-003"]["skipped"] == "hidden is empty"
     assert "no step time" in by_id["toy-004"]["skipped"]
     assert "--global-batch 17" in by_id["toy-005"]["skipped"]
@@ -290,6 +290,16 @@ def test_dualpipe_is_that_of_two_chunks_whose_exchanges_hide() -> None:
     assert not exact.plan.overlap_moe_expert_parallel_comm
     assert "DualPipe as DualPipeV" not in exact.assumed
     assert made(notes="DualPipe", pp=1).plan.schedule == ""
+
+
+def test_what_nothing_hangs_on_is_not_assumed() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    empty = {"vpp": "", "ep": "", "cp": ""}
+    dense = made(**empty).assumed
+    assert "cp 1" in dense and not {"vpp 1", "ep 1"} & set(dense)
+    assert "vpp 1" in made(pp=2, dp=2, **empty).assumed
+    sizes = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "dp"), "")
+    assert "ep 1" in made(**sizes | empty | {"model": "Mixtral 8x7B"}).assumed
 
 
 def test_ddp_of_megatron_divides_the_optimizer_as_its_trainer_does() -> None:

@@ -86,6 +86,7 @@ def main() -> None:
     with (
         shimmed(),
         device.present(World(rank=rank, size=size)),
+        patched(device, "on_gpu", lambda _: lambda tensor: True),  # tensors here are real, and say nothing of it
         in_place(hooks(counters)),
         patched(dist, "batch_isend_irecv", counters.batches),
     ):

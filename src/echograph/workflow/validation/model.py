@@ -64,6 +64,11 @@ class RowModel:
         """How deep it is."""
         return int(self.entry.config[self._depth])
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether its layers have experts, of which a token is sent to some."""
+        return any("experts" in key and value for key, value in self.entry.config.items())
+
     def size(self, column: str) -> int:
         """A size under its name in tables; that of plain models where the configuration leaves it out."""
         plain = {"kv_heads": "heads", "ffn_hidden": "hidden"}

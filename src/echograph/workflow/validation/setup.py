@@ -83,7 +83,7 @@ def setup(row: MeasuredStep) -> Setup:
     row = _filled(row, trainer, assumed)
     dtype, precision = _known(spellings.precision(row.text("precision")), row, "precision")
     model = model_of(row, trainer, assumed)
-    plan, seq_len = _plan(row, trainer, model.layers, precision, assumed), row.number("seq_len")
+    plan, seq_len = _plan(row, trainer, model, precision, assumed), row.number("seq_len")
     adapters = _adapters(row, trainer, assumed)
     if not adapters:
         plan = _fitting(row, model, plan, assumed)
@@ -144,17 +144,18 @@ def _filled(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> Measured
     return MeasuredStep(row.columns | filled)
 
 
-def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assumed: list[str]) -> Plan:
+def _plan(row: MeasuredStep, trainer: Trainer, model: RowModel, precision: str, assumed: list[str]) -> Plan:
     machine = machine_of(row)
     if machine.assumed:
         assumed.append(machine.assumed)
     sizes = {name: row.number(name, 1) for name in ("tp", "pp", "vpp", "cp", "ep")}
-    assumed += [f"{name} 1" for name in sizes if not row.text(name)]
-    gpus, model = row.number("n_gpus"), sizes["tp"] * sizes["pp"] * sizes["cp"]
-    copies = row.number("dp", gpus // model)
+    divides = {"vpp": sizes["pp"] > 1, "ep": model.has_experts}
+    assumed += [f"{name} 1" for name in sizes if not row.text(name) and divides.get(name, True)]
+    gpus, ranks = row.number("n_gpus"), sizes["tp"] * sizes["pp"] * sizes["cp"]
+    copies = row.number("dp", gpus // ranks)
     if sizes["cp"] > 1 and copies * sizes["tp"] * sizes["pp"] == gpus:
         assumed.append("dp counts context-parallel ranks")
-    elif gpus % model or copies * model != gpus:
+    elif gpus % ranks or copies * ranks != gpus:
         raise Skip(f"{gpus} GPUs are not tp x pp x cp x dp")
     sizes, schedule = _schedule(row, sizes, assumed)
     recompute = row.text("recompute")
@@ -164,24 +165,26 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
     recompute = _known(spellings.recompute(recompute, trainer.selective), row, "recompute")
     if trainer.selective != "selective" and row.text("recompute").lower().startswith("selective"):
         assumed.append(f"selective recomputation: {recompute}")
-    zero = _zero(row, gpus // model, sizes["pp"], assumed)
+    zero = _zero(row, gpus // ranks, sizes["pp"], assumed)
     return Plan(
         gpus=gpus,
         cluster=machine.cluster,
         tp=sizes["tp"],
         pp=sizes["pp"],
         vpp=sizes["vpp"],
-        stage_layers=_stage_layers(layers, sizes["pp"] * sizes["vpp"], trainer.step.get("mtp_num_layers", 0)),
+        stage_layers=_stage_layers(
+            model.layers, sizes["pp"] * sizes["vpp"], trainer.step.get("mtp_num_layers", 0)
+        ),
         cp=sizes["cp"],
         ep=sizes["ep"],
         # More ranks than there are with data of their own: those of a tensor-parallel group are among them.
-        etp=1 if sizes["ep"] > gpus // model * sizes["cp"] else None,
+        etp=1 if sizes["ep"] > gpus // ranks * sizes["cp"] else None,
         sequence_parallel=sizes["tp"] > 1 and _known(_shares_sequence(row), row, "sequence_parallel"),
         **zero,
         capacity_factor=1.0 if "tokendrop" in row.text("model") else None,
         recompute=recompute,
         stack=trainer.stack,
-        micro_batch=_micro_batch(row, trainer, gpus // model, sizes, assumed),
+        micro_batch=_micro_batch(row, trainer, gpus // ranks, sizes, assumed),
         global_batch=_global_batch(row, assumed),
         **{"precision": precision} | schedule | trainer.set,
     )
