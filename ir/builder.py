@@ -261,21 +261,51 @@ class GraphBuilder:
         Raises:
             GraphError: bytes beyond 64 bits.
         """
-        first, count = self.op_count(), len(operators)
+        count = len(operators)
+        return self.rows(
+            operators, kind=[t.OpKind.COMPUTE] * count, phase=phase, inputs=inputs,
+            outputs=outputs or [()] * count, deps=[()] * count, bytes_read=bytes_read, bytes_written=bytes_written,
+        )  # fmt: skip
+
+    def rows(
+        self,
+        names: Sequence[str],
+        *,
+        kind: Sequence[int],
+        phase: t.Phase,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        deps: Sequence[Sequence[int]],
+        **columns: Sequence[int],
+    ) -> range:
+        """Adds many operations of one phase to the open block at once; returns their rows.
+
+        Args:
+            names: of each.
+            kind: of each, an `OpKind`.
+            phase: of all.
+            inputs: of each.
+            outputs: of each.
+            deps: of each.
+            columns: other columns of the operation table, by name; those that are left out have their default.
+
+        Raises:
+            GraphError: a number beyond 64 bits.
+        """
+        first, count = self.op_count(), len(names)
         given: dict[str, Sequence[int]] = {
-            "kind": [t.OpKind.COMPUTE] * count, "name": [self.string(name) for name in operators],
-            "phase": [phase] * count, "module": [0] * count, "stream": [0] * count,
-            "bytes_read": bytes_read, "bytes_written": bytes_written,
+            "kind": kind, "name": [self.string(name) for name in names], "phase": [phase] * count,
+            "module": [0] * count, "stream": [0] * count, **columns,
         }  # fmt: skip
         try:
             for name, values in given.items():
                 self._o[name].fill(first)
                 self._o[name].items.extend(values)
         except OverflowError:
-            raise GraphError(_BEYOND.format(operators[0])) from None
+            raise GraphError(_BEYOND.format(names[0])) from None
         self._inputs.many(inputs)
-        self._outputs.many(outputs or [()] * count)
-        self._deps.offsets.items.extend([len(self._deps.values.items)] * count)
+        self._outputs.many(outputs)
+        self._deps.many(deps)
         self._duration.offsets.items.extend([len(self._duration.values.items)] * count)
         return range(first, self.op_count())
 
@@ -383,9 +413,14 @@ class GraphBuilder:
 
     # -- blocks and programs -----------------------------------------------------------------------------
 
-    def begin_block(self, name: str) -> int:
-        """Closes the open block and opens a new one; returns its number."""
-        self._blocks.append((name, len(self._t["name"].items), len(self._o["kind"].items)))
+    def begin_block(self, name: str, begin: tuple[int, int] | None = None) -> int:
+        """Closes the open block and opens a new one; returns its number.
+
+        Args:
+            name: of the new block.
+            begin: its first tensor and operation, where these stand already; None: those that come next.
+        """
+        self._blocks.append((name, *(begin or (len(self._t["name"].items), len(self._o["kind"].items)))))
         self._instances.append([])
         return len(self._blocks) - 1
 
@@ -617,6 +652,23 @@ def copy_rows(
     ops = np.arange(len(graph.ops)) + (builder.op_count() - block.ops.start)
     copy_tensors(builder, graph, block.tensors, tensors)
     copy_ops(builder, graph, block.ops, tensors, ops, attributes)
+
+
+def append_blocks(builder: GraphBuilder, graph: Graph, blocks: Sequence[Block]) -> None:
+    """Copies blocks that follow each other, the first into the open block, without their instances.
+
+    As `copy_rows` and `begin_block` for one after the other, but all rows at one go.
+    """
+    first, last = blocks[0], blocks[-1]
+    new_tensor, new_op = builder.tensor_count() - first.tensors.start, builder.op_count() - first.ops.start
+    for block in blocks:  # texts are numbered block by block
+        _strings(builder, graph, graph.tensors, block.tensors)
+        _strings(builder, graph, graph.ops, block.ops)
+    tensors, ops = np.arange(len(graph.tensors)) + new_tensor, np.arange(len(graph.ops)) + new_op
+    copy_tensors(builder, graph, range(first.tensors.start, last.tensors.stop), tensors)
+    copy_ops(builder, graph, range(first.ops.start, last.ops.stop), tensors, ops)
+    for block in blocks[1:]:
+        builder.begin_block(block.name, (new_tensor + block.tensors.start, new_op + block.ops.start))
 
 
 Rows = Int64 | range

@@ -26,7 +26,7 @@ import numpy as np
 
 from echograph.errors import GraphError
 from echograph.ir.columns import NONE, Int64, OpTable, TensorTable
-from echograph.ir.types import DType, Tensor
+from echograph.ir.types import DType, Op, Tensor
 
 FORMAT_MAJOR = 2
 FORMAT_MINOR = 2
@@ -346,6 +346,15 @@ class Graph:
         """A row of the tensor table, kept for those who ask for it again."""
         found = self._tensors.get(row)
         return self._tensors.setdefault(row, self.tensors[row]) if found is None else found
+
+    @cached_property
+    def _ops(self) -> dict[int, Op]:
+        return {}
+
+    def op(self, row: int) -> Op:
+        """A row of the operation table, kept for those who ask for it again."""
+        found = self._ops.get(row)
+        return self._ops.setdefault(row, self.ops[row]) if found is None else found
 
     def value(self, block: int, instance: int, index: int) -> tuple[int, int, int]:
         """(block, instance, tensor) where a tensor has its value from, through aliases and ports.

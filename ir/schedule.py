@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import cached_property
 
 import numpy as np
@@ -116,10 +117,14 @@ class Edges:
 
     def within(self, rows: range) -> list[tuple[int, int]]:
         """Rows (after, before) of operations of a call of which one waits for the other, ascending."""
-        here = slice(*np.searchsorted(self._after, (rows.start, rows.stop)).tolist())
-        before, after = self._before[here], self._after[here]
-        its = (before >= rows.start) & (before < after)
-        return sorted(set(zip(after[its].tolist(), before[its].tolist(), strict=True)))
+        after, before = self._listed
+        here = range(bisect_left(after, rows.start), bisect_left(after, rows.stop))
+        return sorted({(after[at], before[at]) for at in here if rows.start <= before[at] < after[at]})
+
+    @cached_property
+    def _listed(self) -> tuple[list[int], list[int]]:
+        """Readers and what they wait for, for those who look at a few rows at a time."""
+        return self._after.tolist(), self._before.tolist()
 
     def _through_ports(self, schedule: Schedule) -> _Pairs:
         """Where the maker is an operation of another block or instance."""

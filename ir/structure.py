@@ -457,12 +457,13 @@ def _elements(ops: OpTable, numel: Int64) -> Int64:
 
 def _through_ports(job: JobGraph, tensors: Int64) -> Int64:
     """Where shapes come from, of ports by what their first instance binds to them."""
-    found = tensors.copy()
-    for row in np.flatnonzero((tensors == NONE) & job.tensors.port).tolist():
-        number = next(n for n, block in enumerate(job.blocks) if row in block.tensors)
-        instances = job.blocks[number].instances
-        if instances:
-            found[row] = tensors[job.locate_tensor(instances[0].bindings[int(job.port_position[row])])[2]]
+    found, unknown = tensors.copy(), (tensors == NONE) & job.tensors.port
+    for block in job.blocks:
+        its = slice(block.tensors.start, block.tensors.stop)
+        rows = block.tensors.start + np.flatnonzero(unknown[its])
+        if len(rows) and block.instances:
+            bound = np.array(block.instances[0].bindings, np.int64)[job.port_position[rows]]
+            found[rows] = tensors[job.ports.locate(bound)[2]]
     return found
 
 

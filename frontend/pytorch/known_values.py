@@ -40,22 +40,22 @@ _EXCHANGES = ("_c10d_functional::all_to_all_single", "_c10d_functional::wait_ten
 _WRITING = ("__set__", "__setitem__")
 _ASKING = ("__index__", "__int__", "__invert__", "__iter__")
 # Makes tensors of settings alone; torch.empty has no values to know.
-_MADE = (
+_MADE = frozenset((
     torch.tensor, torch.as_tensor, torch.arange, torch.linspace, torch.zeros, torch.ones,
     torch.full, torch.eye, torch.rand, torch.randn, torch.randint, torch.randperm, torch.tril_indices,
     torch.triu_indices,
-)  # fmt: skip
+))  # fmt: skip
 # Of these, what the GPU draws is not known, as what a model draws is not.
 _DRAWN = (torch.rand, torch.randn, torch.randint, torch.randperm)
 # The same, as large as another tensor, whose own values do not come into it.
-_MADE_LIKE = (
+_MADE_LIKE = frozenset((
     torch.zeros_like, torch.ones_like, torch.full_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
-)  # fmt: skip
-_READS = (
+))  # fmt: skip
+_READS = frozenset((
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
     Tensor.__format__, Tensor.__repr__, Tensor.__contains__, Tensor.__array__, Tensor.equal, torch.equal,
     torch.allclose, torch.is_nonzero,
-)  # fmt: skip
+))  # fmt: skip
 
 
 class Guess:

@@ -22,6 +22,8 @@ _active = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _ATEN = torch.ops.aten
 _UNSAID_VIEW = _ATEN._unsafe_view.default
+# Where these begin in memory, and whether they end in it, is not said from where their argument begins.
+_ANYWHERE = (_ATEN.as_strided.default, _ATEN.view.dtype)
 # What they make may keep the values that they are given.
 _LIFTS = (_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default)
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
@@ -37,6 +39,7 @@ class _Rule(NamedTuple):
         func: the overload.
         remembered: whether what it returns follows from layouts and plain values, and it changes no layout.
         renames: whether its results lie in the memory of its first argument.
+        anywhere: whether they begin anywhere in it, and not so far behind that argument wherever that begins.
         fills: whether it writes what it is given by name, which then takes the layout of the result.
         communicates: whether it is one of torch.distributed's.
     """
@@ -44,6 +47,7 @@ class _Rule(NamedTuple):
     func: Any
     remembered: bool = False
     renames: bool = False
+    anywhere: bool = False
     fills: bool = False
     communicates: bool = False
 
@@ -56,7 +60,7 @@ class _Made(NamedTuple):
         views: whether it lies in the memory of the first argument.
         shape: extents.
         stride: in elements.
-        offset: first element in its memory.
+        offset: first element in its memory, of a view counted from the first argument's.
         dtype: of its elements.
         device: that it says it is on.
     """
@@ -148,10 +152,10 @@ class Shapes:
             key.append(name)
             if not self._describe(key, (value,)):
                 return None
-        if rule.renames:
-            if not isinstance(args[0], FakeTensor):
-                return None
-            key.append(args[0].untyped_storage().nbytes())
+        if rule.renames and not isinstance(args[0], FakeTensor):
+            return None
+        if rule.anywhere:
+            key += (args[0].storage_offset(), args[0].untyped_storage().nbytes())
         return tuple(key)
 
     def _describe(self, key: list[Any], values: Iterable[Any]) -> bool:
@@ -162,8 +166,7 @@ class Shapes:
                 if not self._owns(value) or value.layout is not torch.strided or value.dtype.is_complex:
                     return False
                 key += (
-                    value.dtype, value.shape, value.stride(), value.storage_offset(), value.requires_grad,
-                    value._fake_device,
+                    value.dtype, value.shape, value.stride(), value.requires_grad, value._fake_device,
                 )  # fmt: skip
             elif kind in _PLAIN:
                 key += (kind, value)
@@ -204,7 +207,8 @@ class Shapes:
             return _REFUSED
         made = _Made(
             views=rule.renames, shape=tuple(out.shape), stride=out.stride(),
-            offset=int(out.storage_offset()), dtype=out.dtype, device=out.fake_device,
+            offset=int(out.storage_offset()) - (args[0].storage_offset() if rule.renames else 0),
+            dtype=out.dtype, device=out.fake_device,
         )  # fmt: skip
         # Two results may share memory of their own, which no two made apart would.
         memory.add(storage._cdata)
@@ -226,7 +230,8 @@ class Shapes:
         with torch._C._DisableTorchDispatch():
             data = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
             if made.views:
-                data.set_(args[0].untyped_storage(), made.offset, made.shape, made.stride)
+                begin = args[0].storage_offset() + made.offset
+                data.set_(args[0].untyped_storage(), begin, made.shape, made.stride)
         blank = self._blank.get(made.device)
         if blank is None:
             blank = self._blank[made.device] = dict(vars(FakeTensor(self._mode, data, made.device)))
@@ -248,6 +253,7 @@ def _rule(func: Any) -> _Rule:
         func,
         remembered=remembered,
         renames=bool(func.is_view) or func is _UNSAID_VIEW,
+        anywhere=func in _ANYWHERE,
         fills=any(alias is not None and alias.is_write for alias in by_name),
         communicates=func.namespace == "c10d",
     )

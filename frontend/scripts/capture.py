@@ -33,6 +33,7 @@ from echograph.frontend.scripts.checks import findings, never_asked
 from echograph.frontend.scripts.collectives import Communication
 from echograph.frontend.scripts.host_work import WORK, HostPrice, wait_for_value, wait_for_work
 from echograph.frontend.scripts.launches import Launch, beside
+from echograph.frontend.scripts.read_once import read_once
 from echograph.frontend.scripts.recorder import (
     COMMUNICATION,
     COPY,
@@ -41,6 +42,8 @@ from echograph.frontend.scripts.recorder import (
     PAYLOAD,
     REGION,
     SHARES,
+    BriefRecorder,
+    PassingRecorder,
 )
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.streams import AFTER, STREAM
@@ -757,6 +760,7 @@ def _dtype(run: ScriptRun) -> DType:
     return DTYPES[max(counts, key=lambda dtype: counts[dtype])] if counts else DType.FP32
 
 
+@read_once()
 def capture_script(
     script: Script,
     world: World,
@@ -840,19 +844,23 @@ def _unlike(
 ) -> frozenset[Shared]:
     """Calls to which ranks give different integers, where any was read that rests on their giving the same.
 
-    The last rank of each group that adds up or gathers runs as well: what depends on the rank differs there.
+    The last rank of each group that adds up or gathers runs as well: what depends on the rank differs there. Where
+    it differs in steps that are as short as they can be, whole ones tell whether it was for that, and where else.
     """
     if len(ran) > 1 or not ran[0].rested:  # ranks of several roles do not call alike
         return frozenset()
-    worlds = {one.rank: one for one in ran}
-    for rank in sorted({ranks[-1] for (ranks, _), given in ran[0].given.items() if given is not None}):
-        if rank not in worlds:
-            other = replace(world, rank=rank)
+    ranks = {ranks[-1] for (ranks, *_), given in ran[0].given.items() if given is not None}
+    others = sorted(ranks - {one.rank for one in ran})
+    found = frozenset[Shared]()
+    for recorder in (BriefRecorder, PassingRecorder):
+        worlds = [*ran, *(replace(world, rank=rank) for rank in others)]
+        for other in worlds[len(ran) :]:
             with suppress(CaptureError):  # it gave what it gave before it ended
-                run_script(script, other, adapter, results, records=False)
-            worlds[rank] = other
-    found = {call for one in worlds.values() for other in worlds.values() for call in differing(one, other)}
-    return frozenset(found) - world.unlike
+                run_script(script, other, adapter, results, recorder)
+        found = frozenset[Shared]().union(*(differing(one, other) for one in worlds for other in worlds))
+        if not found - world.unlike:
+            break
+    return found - world.unlike
 
 
 def _mesh(run: ScriptRun) -> dict[str, int]:

@@ -437,6 +437,11 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         return self.steps < self._step - 1
 
     @property
+    def place(self) -> tuple[int, int | None]:
+        """Where in training the script is: how many steps have ended, and the micro-batch, if that is said."""
+        return self.steps, self._context.get(MICRO_BATCH)
+
+    @property
     def is_recording(self) -> bool:
         """Whether what runs is of the step that is recorded."""
         return self._recording and not self._paused
@@ -853,3 +858,9 @@ class PassingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
 
     def _finish(self) -> None:
         self._recording, self.recorded = False, True
+
+
+class BriefRecorder(PassingRecorder):  # type: ignore[no-untyped-call]
+    """Likewise, and all steps are as short as those that only come before another one."""
+
+    is_early = True

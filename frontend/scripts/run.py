@@ -120,7 +120,11 @@ def _deterministic() -> tuple[bool, bool]:
 
 
 def run_script(
-    script: Script, world: World, adapter: Adapter, results: Results | None = None, *, records: bool = True
+    script: Script,
+    world: World,
+    adapter: Adapter,
+    results: Results | None = None,
+    passing: type[PassingRecorder] | None = None,
 ) -> ScriptRun:
     """Runs a script as a rank and records its step.
 
@@ -129,7 +133,7 @@ def run_script(
         world: and as which rank.
         adapter: of the framework.
         results: of operators, as runs of other ranks learnt them; this run adds its own.
-        records: whether the step is written down, and what is the host's work in it counted.
+        passing: goes through the step in place of a recorder: it is not written down, nor the host's work counted.
 
     Raises:
         InputError: there is no such file.
@@ -142,13 +146,13 @@ def run_script(
         enter = stack.enter_context
         enter(_as_main(script, adapter.launched(script.path, script.arguments, world)))
         enter(_settings_kept())
-        enter(world.entered())
+        enter(world.entered(lambda: recorder.place))
         enter(_algorithms_of_its_own())
         if script.host is not None:
             importlib.import_module("torch._dynamo")  # on a real host it is there, and what it wraps is work
         mode = enter(fake_mode(unpatched))
         kind = CountingRecorder if script.host is not None else ScriptRecorder
-        recorder = (kind if records else PassingRecorder)(
+        recorder = (passing or kind)(
             mode, step=script.step, moves=script.moves, whole=script.whole,
             counts_optimizer_steps=adapter.counts_optimizer_steps, results=results,
         )  # fmt: skip

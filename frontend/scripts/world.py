@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,8 +16,10 @@ from echograph.frontend.scripts import mpi
 from echograph.frontend.scripts.adapter import patched, replaced
 
 MAX_SIZE = 1 << 17
-Shared = tuple[tuple[int, ...], int]
-"""A call in which ranks add up or gather: of which ranks, and the how many-th of these."""
+Place = Callable[[], Hashable]
+"""Says where in training the script is."""
+Shared = tuple[tuple[int, ...], Hashable, int]
+"""A call in which ranks add up or gather: of which ranks, where in training, the how many-th of these there."""
 NO_GPU = (
     "asks for a GPU, and --device cpu captures without: leave that out, or ask torch.cuda.is_available() first"
 )
@@ -86,8 +88,12 @@ class World:
         }
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """In the context, this process is the rank; groups that were made in it are gone after it."""
+    def entered(self, place: Place) -> Iterator[None]:
+        """In the context, this process is the rank; groups that were made in it are gone after it.
+
+        Args:
+            place: where in training the script is.
+        """
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
@@ -110,9 +116,9 @@ class World:
                 for owner in (distributed_c10d, dist):
                     enter(replaced(owner, "broadcast_object_list", self._tell))
                     enter(patched(owner, "broadcast", self._tell_values))
-                    enter(patched(owner, "all_reduce", partial(_added_up, self)))
+                    enter(patched(owner, "all_reduce", partial(_added_up, self, place)))
                     for name in filter(partial(hasattr, owner), _GATHERS):
-                        enter(patched(owner, name, partial(_gathered, self)))
+                        enter(patched(owner, name, partial(_gathered, self, place)))
                     enter(patched(owner, "get_backend", lambda f: _backend(asked, f)))
                     enter(patched(owner, "get_backend_config", partial(self._backend_config, asked)))
                     for name, stand_in in _ALONE.items():
@@ -150,7 +156,7 @@ class World:
         self._calls[kind, src, ranks] += 1
         return src, (kind, src, ranks, self._calls[kind, src, ranks])
 
-    def alike(self, given: Any, group: Any) -> Any:
+    def alike(self, given: Any, group: Any, place: Hashable) -> Any:
         """What the host knows of a value that ranks add up or gather, where all are taken to give the same.
 
         It is kept, for that of another rank to be held against; where those are `unlike`, nobody knows.
@@ -158,8 +164,8 @@ class World:
         import torch.distributed as dist
 
         ranks = tuple(dist.get_process_group_ranks(group))
-        self._calls["shared", ranks] += 1
-        call = ranks, self._calls["shared", ranks]
+        self._calls["shared", ranks, place] += 1
+        call = ranks, place, self._calls["shared", ranks, place]
         self.given[call] = None if given is None or given.is_floating_point() else given
         return None if call in self.unlike else given
 
@@ -297,7 +303,7 @@ def _equal(one: Any, other: Any) -> bool:
         return other is None or one.shape != other.shape or bool((one == other).all())
 
 
-def _added_up(world: World, original: Any) -> Any:
+def _added_up(world: World, place: Place, original: Any) -> Any:
     """`all_reduce` of values that the host knows: ranks are taken to have the same."""
     import torch.distributed as dist
     from torch.utils._python_dispatch import _disable_current_modes
@@ -308,7 +314,7 @@ def _added_up(world: World, original: Any) -> Any:
     same = (kinds.AVG, kinds.MAX, kinds.MIN, kinds.BAND, kinds.BOR)
 
     def all_reduce(tensor: Any, op: Any = kinds.SUM, group: Any = None, async_op: bool = False) -> Any:
-        made = world.alike(told(tensor) if op == kinds.SUM or op in same else None, group)
+        made = world.alike(told(tensor) if op == kinds.SUM or op in same else None, group, place())
         if made is not None and op == kinds.SUM:
             with _disable_current_modes():
                 made = made * dist.get_world_size(group)
@@ -318,14 +324,14 @@ def _added_up(world: World, original: Any) -> Any:
     return all_reduce
 
 
-def _gathered(world: World, original: Any) -> Any:
+def _gathered(world: World, place: Place, original: Any) -> Any:
     """`all_gather`, into a list or one tensor, of values that the host knows: ranks are taken to have the same."""
     from echograph.frontend.pytorch.known_values import rewritten, told
 
     def gather(*args: Any, **kwargs: Any) -> Any:
         # The functions name their arguments in different ways, in this order.
         output, given = (*args, *kwargs.values())[:2]
-        made = world.alike(told(given), kwargs.get("group", args[2] if len(args) > 2 else None))
+        made = world.alike(told(given), kwargs.get("group", args[2] if len(args) > 2 else None), place())
         with rewritten(output if isinstance(output, list) else [output], given, made):
             return original(*args, **kwargs)
 

@@ -58,8 +58,8 @@ import numpy as np
 from echograph.errors import PlanError
 from echograph.ir import graph as g
 from echograph.ir import types as t
-from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
-from echograph.ir.columns import NONE, Bools, Float64, Int64, distinct
+from echograph.ir.builder import GraphBuilder, append_blocks, copy_ops, copy_tensors
+from echograph.ir.columns import NONE, OP_COLUMNS, Bools, Float64, Int64, distinct
 from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph, kept
 from echograph.ir.passes.model import (
     DATA,
@@ -252,13 +252,15 @@ class NewRows:
         return cls(*np.full((2, count), NONE))
 
 
-def unchanged(graph: Graph, block: Block) -> Written:
-    """A block that stands in the new graph where and as it stood in the old one."""
+def unchanged(graph: Graph, block: Block, tensor: int = 0, op: int = 0) -> Written:
+    """A block that stands in the new graph as it stood in the old one, so many tensors and operations behind."""
+    rows, ops = block.tensors, block.ops
+    ports = (rows.start + np.flatnonzero(graph.tensors.port[rows.start : rows.stop])).tolist()
     return Written(
-        tensors={(row, WHOLE): row for row in block.tensors},
-        ports=[(row, (row, WHOLE)) for row in block.tensors if graph.tensors.port[row]],
-        tensor_rows=block.tensors,
-        op_rows=block.ops,
+        tensors={(row, WHOLE): row + tensor for row in rows},
+        ports=[(row + tensor, (row, WHOLE)) for row in ports],
+        tensor_rows=range(rows.start + tensor, rows.stop + tensor),
+        op_rows=range(ops.start + op, ops.stop + op),
     )
 
 
@@ -750,6 +752,54 @@ class FilledBucket:
     tensors: tuple[int, ...]
 
 
+class _Rows:
+    """Operations of one phase that are written at one go.
+
+    Args:
+        first: the row of the first one.
+    """
+
+    _COLUMNS: ClassVar = {
+        name: OP_COLUMNS[name].default
+        for name in (
+            "stream", "bytes_read", "bytes_written", "variant", "group", "nbytes", "dtype", "payload",
+            "asynchronous",
+        )
+    }  # fmt: skip
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.kinds: list[int] = []
+        self.names: list[str] = []
+        self.given: list[tuple[Sequence[int], Sequence[int], Sequence[int]]] = []
+        self.columns: dict[str, dict[int, int]] = {name: {} for name in self._COLUMNS}
+
+    def add(
+        self, kind: t.OpKind, name: str, inputs: Sequence[int], outputs: Sequence[int] = (),
+        deps: Sequence[int] = (), **values: int,
+    ) -> int:  # fmt: skip
+        """Adds one, with values of columns; returns its row."""
+        at = len(self.names)
+        self.kinds.append(kind)
+        self.names.append(name)
+        self.given.append((inputs, outputs, deps))
+        for column, value in values.items():
+            self.columns[column][at] = value
+        return self.first + at
+
+    def write(self, builder: GraphBuilder, phase: t.Phase) -> None:
+        """Writes all of them."""
+        columns = {
+            name: [its.get(at, default) for at in range(len(self.names))]
+            for (name, its), default in zip(self.columns.items(), self._COLUMNS.values(), strict=True)
+            if its
+        }
+        inputs, outputs, deps = zip(*self.given, strict=True) if self.given else ((), (), ())
+        builder.rows(
+            self.names, kind=self.kinds, phase=phase, inputs=inputs, outputs=outputs, deps=deps, **columns
+        )
+
+
 class ProgramWriter:
     """Writes one program.
 
@@ -953,12 +1003,13 @@ class ProgramWriter:
             ports = held = self._ports(tensors, WHOLE)
         else:
             ports, held = self._with_copies(tensors)
-        found, at = [], 0
+        found, at, rows = [], 0, _Rows(self.builder.op_count())
         for number, bucket in enumerate(buckets):
             its = slice(at, at := at + len(bucket.tensors))
-            ops = self._fill([tensor for _, tensor in bucket.tensors], ports[its], held[its])
+            ops = self._fill(rows, [tensor for _, tensor in bucket.tensors], ports[its], held[its])
             found.append(_Reduction(bucket=bucket, ops=ops, held=list(held[its])))
-            self._add_collectives(found[-1], number)
+            self._add_collectives(rows, found[-1], number)
+        rows.write(self.builder, t.Phase.BACKWARD)
         return found
 
     def _with_copies(self, tensors: Sequence[tuple[int, t.Tensor]]) -> tuple[range, range]:
@@ -980,43 +1031,42 @@ class ProgramWriter:
         """Notes what tensors are like that were added."""
         self.like |= {row: (tensor.id, shards) for row, (_, tensor) in zip(made, tensors, strict=True)}
 
-    def _fill(self, tensors: Sequence[t.Tensor], ports: Sequence[int], held: Sequence[int]) -> list[int]:
+    def _fill(
+        self, rows: _Rows, tensors: Sequence[t.Tensor], ports: Sequence[int], held: Sequence[int]
+    ) -> list[int]:
         """Adds gradients to those of the micro-batches before, and copies them into their bucket."""
-        kernels: list[tuple[str, tuple[int, ...], tuple[int, ...], int, int]] = []
+        ops: list[int] = []
         adds, copies = self.last and self.options.zero < 2, not self._views
         name = f"{self.name}.copy_to_bucket"
         for tensor, port, copy in zip(tensors, ports, held, strict=True):
+            if not copies and not adds:
+                break
             nbytes = tensor.nbytes
             if adds and not self._adds_up(tensor.id):
-                kernels.append((ADD_TO_GRADIENT, (port,), (), 2 * nbytes, nbytes))
+                add = rows.add(
+                    t.OpKind.COMPUTE, ADD_TO_GRADIENT, (port,), bytes_read=2 * nbytes, bytes_written=nbytes
+                )
+                ops.append(add)
             if copies:
                 # Buckets of whole gradients are there before the step, and written in place.
                 read, made = ((port,), (copy,)) if self.options.zero == 2 else ((port, copy), ())
-                kernels.append((name, read, made, nbytes, nbytes))
-        if not kernels:
-            return []
-        names, inputs, outputs, read_bytes, written = zip(*kernels, strict=True)
-        return list(
-            self.builder.computes(
-                names, phase=t.Phase.BACKWARD, inputs=inputs, outputs=outputs, bytes_read=read_bytes,
-                bytes_written=written,
-            )
-        )  # fmt: skip
+                ops.append(rows.add(t.OpKind.COMPUTE, name, read, made, bytes_read=nbytes, bytes_written=nbytes))
+        return ops
 
-    def _add_collectives(self, reduction: _Reduction, number: int) -> None:
+    def _add_collectives(self, rows: _Rows, reduction: _Reduction, number: int) -> None:
         """Reduces a bucket, once it is filled."""
-        bucket, ops, held, options = reduction.bucket, reduction.ops, reduction.held, self.options
+        bucket, ops, options = reduction.bucket, reduction.ops, self.options
         scatter = options.zero > 0 and options.reduce_scatter
         kind = t.CollectiveKind.REDUCE_SCATTER if scatter else t.CollectiveKind.ALL_REDUCE
         within = self._within(bucket) if scatter else bucket.axes
         nbytes = bucket.nbytes(self.division.ranks(within) if options.zero else 1)
         self._filled(bucket, bucket.tensors, number == 0)
-        ops.append(self._collective(f"bucket_{number}", kind, within, bucket, nbytes, held, ops))
+        ops.append(self._collective(rows, f"bucket_{number}", kind, within, reduction, nbytes, ops))
         self._is(ops[-1], bucket, "nbytes", part=False)
         if across := [axis for axis in bucket.axes if axis not in within]:
             # Groups that divide the optimizer each for itself: their shards are added up.
             nbytes, kind = self._shard_bytes(bucket), t.CollectiveKind.ALL_REDUCE
-            ops.append(self._collective(f"shards_{number}", kind, across, bucket, nbytes, held, ops[-1:]))
+            ops.append(self._collective(rows, f"shards_{number}", kind, across, reduction, nbytes, ops[-1:]))
             self._is(ops[-1], bucket, "nbytes")
 
     def _filled(self, bucket: Bucket, tensors: Iterable[tuple[int, t.Tensor]], first: bool) -> None:
@@ -1040,15 +1090,15 @@ class ProgramWriter:
         )
 
     def _collective(
-        self, name: str, kind: t.CollectiveKind, axes: Sequence[str], bucket: Bucket, nbytes: int, held: list[int],
-        deps: list[int],
+        self, rows: _Rows, name: str, kind: t.CollectiveKind, axes: Sequence[str], reduction: _Reduction,
+        nbytes: int, deps: Sequence[int],
     ) -> int:  # fmt: skip
         """A reduction of a bucket."""
         group, stream = axes_group(self.builder, axes)
-        return self.builder.collective(
-            f"{self.name}.{name}", kind, group=group, bytes_per_rank=nbytes, dtype=bucket.dtype,
-            payload=t.Payload.GRADIENT, asynchronous=True, phase=t.Phase.BACKWARD, inputs=held, deps=deps,
-            stream=stream,
+        return rows.add(
+            t.OpKind.COLLECTIVE, f"{self.name}.{name}", reduction.held, deps=tuple(deps), stream=stream,
+            variant=kind, group=group, nbytes=nbytes, dtype=reduction.bucket.dtype, payload=t.Payload.GRADIENT,
+            asynchronous=True,
         )  # fmt: skip
 
     def _within(self, bucket: Bucket) -> tuple[str, ...]:
@@ -1493,18 +1543,48 @@ class DataParallel:
         transient = (t.TensorRole.GRADIENT,) if self.zero == 2 else ()
         scalars = set() if division.none else {*total_norms(graph), *overflow_flags(graph)}
         ops = NewRows.of(len(graph.ops))
-        blocks = []
-        for number, block in enumerate(graph.blocks):
-            if number:
-                builder.begin_block(block.name)
-            blocks.append(
-                _Block(
+        blocks: list[Written] = []
+        divided = _divided_blocks(graph, division, transient, scalars)
+        for apart, numbers in groupby(range(len(graph.blocks)), divided.__contains__):
+            its = list(numbers)
+            if not apart:
+                if its[0]:
+                    builder.begin_block(graph.blocks[its[0]].name)
+                blocks += _as_they_are(graph, builder, graph.blocks[its[0] : its[-1] + 1], ops)
+                continue
+            for number in its:
+                if number:
+                    builder.begin_block(graph.blocks[number].name)
+                block = _Block(
                     graph, builder, number, division, ops, views=views, transient=transient, scalars=scalars
-                ).write()
-            )  # fmt: skip
+                )
+                blocks.append(block.write())
         job = ShardedGraph(graph, builder, blocks, ops)
         job.bind()
         return job
+
+
+def _divided_blocks(
+    graph: Graph, division: Division, transient: Sequence[t.TensorRole], scalars: Collection[int]
+) -> set[int]:
+    """Blocks that hold something of which a rank has a part, or that differs between uses of it."""
+    tensors = np.isin(graph.tensors.role, (t.TensorRole.OPTIMIZER_STATE, *transient))
+    tensors[list(division.gradients)] = True
+    ops = graph.ops.phase == SHARDED
+    ops[list(scalars)] = True
+    begins = np.array([block.tensors.start for block in graph.blocks])
+    of_tensors = np.searchsorted(begins, np.flatnonzero(tensors), side="right") - 1
+    return {*of_tensors.tolist(), *graph.block_of_op[ops].tolist()}
+
+
+def _as_they_are(graph: Graph, builder: GraphBuilder, blocks: Sequence[Block], ops: NewRows) -> list[Written]:
+    """Blocks that follow each other in which nothing is divided, copied."""
+    tensor = builder.tensor_count() - blocks[0].tensors.start
+    op = builder.op_count() - blocks[0].ops.start
+    append_blocks(builder, graph, blocks)
+    rows = np.arange(blocks[0].ops.start, blocks[-1].ops.stop)
+    ops.starts[rows], ops.stops[rows] = rows + op, rows + op + 1
+    return [unchanged(graph, block, tensor, op) for block in blocks]
 
 
 class _Block(ShardedBlock):

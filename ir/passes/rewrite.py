@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from echograph.ir import types as t
-from echograph.ir.builder import GraphBuilder, copy_rows
+from echograph.ir.builder import GraphBuilder, append_blocks, copy_rows
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.types import Phase, Tensor
@@ -67,10 +67,8 @@ def copy_blocks(graph: Graph) -> GraphBuilder:
 
 def copy_tables(builder: GraphBuilder, graph: Graph) -> None:
     """Copies all blocks and instances of a graph into a builder that has none."""
+    append_blocks(builder, graph, graph.blocks)
     for number, block in enumerate(graph.blocks):
-        if number:
-            builder.begin_block(block.name)
-        copy_rows(builder, graph, block)
         for instance in block.instances:
             builder.instance(number, instance.label, bindings=instance.bindings, op_bindings=instance.op_bindings)
 
@@ -90,7 +88,8 @@ def accumulate(builder: GraphBuilder, gradients: Iterable[tuple[Tensor, str, int
         names=[name for _, name, _ in made],
         ports=[True] * len(made),
     )
-    nbytes = [tensor.nbytes for tensor, _, _ in made]
+    sizes = {id(tensor): tensor.nbytes for tensor in {id(tensor): tensor for tensor, _, _ in made}.values()}
+    nbytes = [sizes[id(tensor)] for tensor, _, _ in made]
     builder.computes(
         [ADD_TO_GRADIENT] * len(made), phase=Phase.BACKWARD, inputs=[(port,) for port in ports],
         bytes_read=[2 * each for each in nbytes], bytes_written=nbytes,

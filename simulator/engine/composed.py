@@ -166,8 +166,8 @@ class _Matrices:
     """
 
     def __init__(self, kinds: Sequence[SegmentKind], lane: Int64) -> None:
-        self.kinds = kinds
-        self.lanes = [_NO_LANE if its.rendezvous else _lanes(lane, its.rows) for its in kinds]
+        self.kinds, of_row = kinds, lane.tolist()
+        self.lanes = [() if its.rendezvous else _lanes(of_row, its.rows) for its in kinds]
         self.ports = [(0, 0) if its.rendezvous else (len(its.inputs), len(its.outputs)) for its in kinds]
         self.products: dict[tuple[int, ...], int] = {}
         self.lane = lane
@@ -176,7 +176,7 @@ class _Matrices:
         """The matrix of segments that follow each other, none of which has inputs or outputs."""
         if kinds not in self.products:
             self.products[kinds] = len(self.lanes)
-            self.lanes.append(np.unique(np.concatenate([self.lanes[kind] for kind in {*kinds}])))
+            self.lanes.append(tuple(sorted({lane for kind in {*kinds} for lane in self.lanes[kind]})))
             self.ports.append((0, 0))
         return self.products[kinds]
 
@@ -184,37 +184,42 @@ class _Matrices:
         """All of them."""
         ports, count = np.array(self.ports, np.int64).reshape(-1, 2), np.array(list(map(len, self.lanes)))
         return MatrixColumns(
-            lanes=np.concatenate([_NO_LANE, *self.lanes]),
+            lanes=np.array([lane for its in self.lanes for lane in its], np.int64),
             lanes_at=np.cumsum(count) - count,
             lanes_of=count,
             inputs_of=ports[:, 0].copy(),
             outputs_of=ports[:, 1].copy(),
             over_at=np.append(0, np.cumsum((count + ports[:, 0]) * (count + ports[:, 1]))),
-            uses=np.array([int((1 << its).sum()) for its in self.lanes], np.int64),
+            uses=np.array([sum(1 << lane for lane in its) for its in self.lanes], np.int64),
             product_at=np.cumsum([0, *map(len, self.products)]),
             product=np.array([kind for its in self.products for kind in its], np.int64),
         )
 
     def kind_columns(self) -> KindColumns:
         """What the constants of each kind are worked out of."""
-        own, port, pairs = [_NO_LANE], [_NO_LANE], [np.zeros(0, np.bool_)]
-        waits, exits = list[_Ops](), list[_Ops]()
+        own, port, pairs = list[int](), list[int](), list[bool]()
+        counts, waits, exits, of_row = [0], list[_Ops](), list[_Ops](), self.lane.tolist()
         for kind, lanes in zip(self.kinds, self.lanes, strict=False):
-            count = 0 if kind.rendezvous else len(kind.rows)
-            own.append(np.searchsorted(lanes, self.lane[kind.rows.start : kind.rows.start + count]))
-            port.append(np.full(count, NONE))
-            pairs.append(np.zeros(count, np.bool_))
+            begin, count = len(own), 0 if kind.rendezvous else len(kind.rows)
+            counts.append(count)
             exits.append(kind.outputs if count else ())
-            if count:
-                port[-1][list(kind.inputs)] = len(lanes) + np.arange(len(kind.inputs))
-                pairs[-1][list(kind.exchanges)] = True
-                waits += kind.waits
+            if not count:
+                continue
+            place = {lane: at for at, lane in enumerate(lanes)}
+            own += [place[lane] for lane in of_row[kind.rows.start : kind.rows.stop]]
+            port += [NONE] * count
+            pairs += [False] * count
+            for at, op in enumerate(kind.inputs, len(lanes)):
+                port[begin + op] = at
+            for op in kind.exchanges:
+                pairs[begin + op] = True
+            waits += kind.waits
         return KindColumns(
             row=np.array([kind.rows.start for kind in self.kinds], np.int64),
-            op_at=np.cumsum(list(map(len, own))),
-            own=np.concatenate(own).astype(np.int64),
-            port=np.concatenate(port),
-            pairs=np.concatenate(pairs),
+            op_at=np.cumsum(counts),
+            own=np.array(own, np.int64),
+            port=np.array(port, np.int64),
+            pairs=np.array(pairs, np.bool_),
             waits_at=np.cumsum([0, *map(len, waits)]),
             waits=np.array([op for its in waits for op in its], np.int64),
             exits_at=np.cumsum([0, *map(len, exits)]),
@@ -223,12 +228,11 @@ class _Matrices:
 
 
 _Ops = tuple[int, ...]
-_NO_LANE = np.zeros(0, np.int64)
 
 
-def _lanes(lane: Int64, rows: range) -> Int64:
+def _lanes(lane: Sequence[int], rows: range) -> _Ops:
     """The lanes of a segment, ascending; the host's is 0."""
-    return np.unique(np.append(lane[rows.start : rows.stop], 0))
+    return tuple(sorted({0, *lane[rows.start : rows.stop]}))
 
 
 def _constants(

@@ -21,7 +21,7 @@ segment, task and entry. All times are those of `static`, to the picosecond.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -252,6 +252,7 @@ def cut(job: JobGraph) -> SegmentedJob | None:
     longest = rows  # no segment has as many operations
     inputs = _Ports(longest, len(name), [(k[c.reader], c.offsets[1]) for c, k in ends])
     outputs = _Ports(longest, len(name), [(k[c.made_by], c.offsets[0]) for c, k in ends])
+    sends = exchanges.tolist()
     kinds = tuple(
         SegmentKind(
             rows=its,
@@ -259,7 +260,7 @@ def cut(job: JobGraph) -> SegmentedJob | None:
             waits=waits[number],
             inputs=inputs.of[number],
             outputs=outputs.of[number],
-            exchanges=tuple((_within(exchanges, its.start, its.stop) - its.start).tolist()),
+            exchanges=tuple(row - its.start for row in _within(sends, its.start, its.stop)),
         )
         for number, (n, its) in enumerate(zip(name, spans, strict=True))
     )
@@ -304,10 +305,9 @@ def _exchanges(job: JobGraph, key_of: list[Int64]) -> Int64:
             return pairs
 
 
-def _within(rows: Int64, begin: int, end: int) -> Int64:
+def _within(rows: list[int], begin: int, end: int) -> list[int]:
     """Those of ascending rows that are in a range."""
-    found: Int64 = rows[np.searchsorted(rows, begin) : np.searchsorted(rows, end)]
-    return found
+    return rows[bisect_left(rows, begin) : bisect_left(rows, end)]
 
 
 def _cut(job: JobGraph, number: int, edges: Edges, meets: np.ndarray) -> _Cut:

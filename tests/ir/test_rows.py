@@ -7,7 +7,7 @@ from layered import layered_step, timed
 
 from echograph.errors import GraphError
 from echograph.ir import serde
-from echograph.ir.builder import GraphBuilder, copy_rows
+from echograph.ir.builder import GraphBuilder, append_blocks, copy_rows
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.rewrite import empty_copy
@@ -58,6 +58,16 @@ def test_blocks_are_the_same_bytes_wherever_they_begin() -> None:
     graph = job()
     for twice in (False, True):
         assert copied(graph, columns=True, twice=twice) == copied(graph, columns=False, twice=twice)
+
+
+def test_blocks_that_follow_each_other_are_the_same_bytes_at_one_go() -> None:
+    graph = job()
+    builder = empty_copy(graph)
+    append_blocks(builder, graph, graph.blocks[:1])
+    builder.begin_block(graph.blocks[1].name)
+    append_blocks(builder, graph, graph.blocks[1:])
+    builder.program([], role="none")
+    assert b"".join(serde.encode(builder.build(JobGraph))) == copied(graph, columns=False, twice=False)
 
 
 def test_operations_may_get_other_attributes() -> None:

@@ -142,7 +142,7 @@ class Layers:
         ops[rows] = made.begin + np.arange(len(rows))
         shares = [i for i, value in enumerate(graph.ops.attribute_values) if isinstance(value, t.MultiTensor)]
         launches = rows[np.isin(graph.ops.attributes[rows], shares)].tolist()
-        led = {row: with_lead(graph.ops[row], leads=row in made.leads) for row in launches}
+        led = {row: with_lead(graph.op(row), leads=row in made.leads) for row in launches}
         attributes = {row: op.attributes for row, op in led.items() if isinstance(op, t.Compute) and op.attributes}
         copy_tensors(builder, graph, block.tensors, tensors)
         copy_ops(builder, graph, rows, tensors, ops, attributes)
@@ -220,15 +220,21 @@ def leaders(
 
 @kept
 def _launches(graph: StepGraph) -> dict[tuple[int, int, int], int]:
-    """For each (block, instance, operation) that shares a launch, which one; its first share leads."""
+    """For each (block, instance, operation) that shares a launch, which one, of a layer for its first share alone.
+
+    The first share of all leads.
+    """
     shares = {i: v.leads for i, v in enumerate(graph.ops.attribute_values) if isinstance(v, t.MultiTensor)}
     found: dict[tuple[int, int, int], int] = {}
+    known: set[tuple[int, int, int]] = set()
     launch, attributes = NONE, graph.ops.attributes.tolist()
     for block, begin, end, instance, _ in graph.programs[0].calls.tolist() if shares else ():
         for row in range(begin, end):
             if attributes[row] in shares:
                 launch += shares[attributes[row]]
-                found[block, instance, row] = launch
+                if block == 0 or (block, instance, launch) not in known:
+                    known.add((block, instance, launch))
+                    found[block, instance, row] = launch
     return found
 
 
@@ -264,15 +270,13 @@ class PipelineContext:
     shared: dict[int, int | None]
     sharers: int = 1
     names: StageNames | None = None
-    _tensors: dict[int, t.Tensor] = field(default_factory=dict, init=False)
     _calls: dict[int, list[tuple[int, Call]]] = field(default_factory=dict, init=False)
+    _layers: dict[int, list[BlockInstance]] = field(default_factory=dict, init=False)
     lost: list[int] = field(default_factory=list, init=False)
 
     def tensor(self, row: int) -> t.Tensor:
         """A tensor of the step."""
-        if row not in self._tensors:
-            self._tensors[row] = self.graph.tensors[row]
-        return self._tensors[row]
+        return self.graph.tensor(row)
 
     def calls_of(self, chunk: int) -> list[tuple[int, Call]]:
         """The calls of the step, each with its number, of the main block and of a chunk's layers."""
@@ -285,6 +289,13 @@ class PipelineContext:
                 its = self._calls.setdefault(where, [])
                 its.append((number, (block, begin, end, instance, micro_batch)))
         return sorted([*self._calls[MAIN], *self._calls.get(chunk, [])])
+
+    def layers_in(self, chunk: int) -> list[BlockInstance]:
+        """The layers of a chunk, block by block."""
+        if not self._layers:
+            for layer, where in self.placement.instances.items():
+                self._layers.setdefault(where, []).append(layer)
+        return self._layers.get(chunk, [])
 
     def is_flag(self, tensor: int) -> bool:
         """Whether a tensor id is a version of a flag that is handed through all stages."""
@@ -554,7 +565,7 @@ class Chunk:
 
     def write(self) -> None:
         """Writes all rows, and the calls that run them and the layers."""
-        graph, placement = self.plan.graph, self.plan.placement
+        graph = self.plan.graph
         first = self.builder.op_count()
         self._name_shares()
         own = self.plan.calls_of(self.number)
@@ -567,8 +578,8 @@ class Chunk:
                     call = self.plan.layers.call((block, instance), begin, end, part)
                     self.calls[part] += [((number, begin, 0), call)] if call else []
             self._run(part, _LAST, self._end(part))
-        for (block, instance), chunk in placement.instances.items():
-            for bound in graph.blocks[block].instances[instance].bindings if chunk == self.number else ():
+        for block, instance in self.plan.layers_in(self.number):
+            for bound in graph.blocks[block].instances[instance].bindings:
                 if not self.has_layer_of(bound):
                     self.tensor(bound)
         for tensor in _untouched(graph) if self.number == 0 else ():
@@ -722,7 +733,7 @@ class Chunk:
 
     def _op(self, row: int) -> int:
         graph = self.plan.graph
-        op = with_lead(graph.ops[row], leads=(self.number, row) in self.plan.leads)
+        op = with_lead(graph.op(row), leads=(self.number, row) in self.plan.leads)
         deps = op.deps
         if op.phase == t.Phase.FORWARD and len(self.plan.placement.ops[row]) > 1:
             # What hangs on no layer runs on every chunk that reads it: what it comes after is not on all of them.
@@ -1267,10 +1278,9 @@ def _op_id(
 def _gradients(plan: PipelineContext, chunk: Chunk) -> list[tuple[Tensor, str, int]]:
     """The final gradients that a chunk makes and that have to be added up, with names and ids in the job."""
     graph, placement = plan.graph, plan.placement
-    places: dict[int, list[int]] = {}
-    for (block, instance), number in placement.instances.items():
-        if number == chunk.number:
-            places.setdefault(block, []).append(instance)
+    places: dict[int, list[tuple[int, str]]] = {}
+    for block, instance in plan.layers_in(chunk.number):
+        places.setdefault(block, []).append((instance, plan.label(chunk.number, block, instance)))
     found = []
     for row in final_gradients(graph):
         if adds_up(graph, row):
@@ -1279,9 +1289,10 @@ def _gradients(plan: PipelineContext, chunk: Chunk) -> list[tuple[Tensor, str, i
         if block:
             # Of a layer all is as in the step; only the name has its label.
             value = replace(plan.tensor(row), role=TensorRole.GRADIENT)
-            for instance in places.get(block, ()):
-                name = value.name.replace("{}", plan.label(chunk.number, block, instance))
-                found.append((value, name, chunk.new_id(graph.tensor_id(block, instance, row))))
+            found += [
+                (value, value.name.replace("{}", label), plan.layers.tensor_id((block, instance), row))
+                for instance, label in places.get(block, ())
+            ]
             continue
         if (chunk.number, row) in placement.shares:
             ids = [graph.tensor_id(0, 0, placement.shares[chunk.number, row])]

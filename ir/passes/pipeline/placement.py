@@ -40,6 +40,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 
@@ -116,6 +117,7 @@ def memory_of(graph: Graph, block: int, instance: int, tensor: int) -> tuple[int
     return block, instance, tensor
 
 
+@lru_cache(4096)
 def layer_of(module: str, label: str = "") -> str | None:
     """The layer that a module belongs to: its path to the first numbered component; None where there is none."""
     parts = module.replace("{}", label).split(".") if label else module.split(".")
@@ -522,10 +524,13 @@ class PipelinePhase(IntEnum):
 
 def part_of(graph: StepGraph, row: int) -> PipelinePhase:
     """The part of an operation; recomputation belongs to the backward pass."""
-    phase = int(graph.ops.phase[row])
-    return {t.Phase.FORWARD: PipelinePhase.FORWARD, t.Phase.OPTIMIZER: PipelinePhase.UPDATE}.get(
-        t.Phase(phase), PipelinePhase.BACKWARD
-    )
+    return _parts_of(graph)[row]
+
+
+@kept
+def _parts_of(graph: StepGraph) -> list[PipelinePhase]:
+    other = {int(t.Phase.FORWARD): PipelinePhase.FORWARD, int(t.Phase.OPTIMIZER): PipelinePhase.UPDATE}
+    return [other.get(phase, PipelinePhase.BACKWARD) for phase in graph.ops.phases]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -553,9 +558,12 @@ def route(graph: StepGraph, placement: Partition) -> Routes:
     readers: dict[int, dict[int, PipelinePhase]] = defaultdict(dict)
     for tensor, chunk, part in _reads(graph, placement):
         readers[tensor][chunk] = min(part, readers[tensor].get(chunk, part))
+    sources = _sources(graph)
     for tensor, parts in readers.items():
-        source = graph.source(*graph.locate_tensor(tensor))
-        homes = _homes(graph, placement, tensor)
+        if tensor not in sources:
+            sources[tensor] = graph.source(*graph.locate_tensor(tensor))
+        source = sources[tensor]
+        homes = placement.of(source) if source is not None else _holder(graph, placement, tensor)
         for chunk, part in parts.items():
             if homes is None or chunk in homes:
                 continue
@@ -586,14 +594,31 @@ def _reads(graph: StepGraph, placement: Partition) -> Iterator[tuple[int, int, P
             for tensor in graph.ops.inputs.row(row):
                 term = placement.terms.get((chunk, tensor), tensor)
                 yield graph.tensor_id(0, 0, term), chunk, part_of(graph, row)
-    parts = [_port_parts(graph, block.ops) for block in graph.blocks]
+    parts = _port_parts(graph)
     for (number, index), chunk in placement.instances.items():
-        ports = [i for i in graph.blocks[number].tensors if graph.tensors.port[i]]
-        for port, bound in zip(ports, graph.blocks[number].instances[index].bindings, strict=True):
-            yield bound, chunk, parts[number].get(port, PipelinePhase.FORWARD)
+        for part, bound in zip(parts[number], graph.blocks[number].instances[index].bindings, strict=True):
+            yield bound, chunk, part
 
 
-def _port_parts(graph: StepGraph, ops: range) -> dict[int, PipelinePhase]:
+@kept
+def _sources(graph: StepGraph) -> dict[int, tuple[int, int, int] | None]:
+    """`Graph.source` by tensor id, of those that were asked for."""
+    del graph
+    return {}
+
+
+@kept
+def _port_parts(graph: StepGraph) -> list[list[PipelinePhase]]:
+    """For every port of each block, the part in which it is read first; the forward pass where it is not."""
+    found = []
+    for block in graph.blocks:
+        parts = _first_parts(graph, block.ops)
+        ports = (i for i in block.tensors if graph.tensors.port[i])
+        found.append([parts.get(port, PipelinePhase.FORWARD) for port in ports])
+    return found
+
+
+def _first_parts(graph: StepGraph, ops: range) -> dict[int, PipelinePhase]:
     """For every port that operations of a block read, the part in which it is read first."""
     parts: dict[int, PipelinePhase] = {}
     for row in ops:
@@ -604,11 +629,8 @@ def _port_parts(graph: StepGraph, ops: range) -> dict[int, PipelinePhase]:
     return parts
 
 
-def _homes(graph: StepGraph, placement: Partition, tensor: int) -> frozenset[int] | None:
-    """The chunks that have a value without receiving it; None where all do."""
-    source = graph.source(*graph.locate_tensor(tensor))
-    if source is not None:
-        return placement.of(source)
+def _holder(graph: StepGraph, placement: Partition, tensor: int) -> frozenset[int] | None:
+    """The chunk that has an input of the step, where it is a layer's own; None where all chunks have it."""
     block, instance, _ = graph.value(*graph.locate_tensor(tensor))
     return frozenset((placement.instances[block, instance],)) if block else None
 

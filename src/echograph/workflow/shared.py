@@ -69,6 +69,7 @@ class SharedJobs:
     def __init__(self) -> None:
         self._stages: dict[tuple[StepGraph, str], StagesAlike] = {}
         self._structures: dict[Hashable, StagesAlike] = {}
+        self._first: dict[Hashable, StepGraph] = {}
         self._replicas: dict[Hashable, tuple[ReplicasAlike, ...]] = {}
 
     def job(self, step: StepGraph, passes: Sequence[Pass]) -> JobGraph:
@@ -152,9 +153,14 @@ class SharedJobs:
         before = self._structures.get(like)
         if before is not None:
             return _keep(self._stages, key, before.of_step(step), MOST_STAGES)
-        found = pipeline.alike(step)
+        # What was told of the first step of its structure, for other pipelines, is not told again of this one.
+        first = _keep(self._first, like[0], self._first.get(like[0], step), MOST_STAGES)
+        found = pipeline.alike(first)
         if found.sized is not None:
             _keep(self._structures, like, found)
+            found = found if first is step else found.of_step(step)
+        elif first is not step:
+            found = pipeline.alike(step)
         return _keep(self._stages, key, found, MOST_STAGES)
 
     def _replicated(

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.annotate import OPTIMIZER, PHASE
+from echograph.frontend.scripts import capture
+from echograph.frontend.scripts.adapter import replaced
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.fakes import Fakes
-from echograph.frontend.scripts.recorder import COMMUNICATION
+from echograph.frontend.scripts.recorder import COMMUNICATION, ScriptRecorder
 from echograph.frontend.scripts.run import Script, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
@@ -450,6 +455,32 @@ def test_what_depends_on_the_rank_is_not_taken_to_be_alike(tmp_path: Path, op: s
     assert captured("5", f"assert many.item() == {20 if not op else 5}").notes
     # A rank is run for it only where somebody asks.
     assert not any("ranks told" in note for note in captured("dist.get_rank()", "pass").notes)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_rank_that_is_held_against_another_goes_through_short_steps_unless_they_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alike: bool
+) -> None:
+    class Framework(TorchAdapter):
+        @contextmanager
+        def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
+            with super().installed(world, recorder), replaced(torch, "is_storage", lambda: recorder.is_early):
+                yield
+
+    def counted(script: Script, world: World, adapter: Any, results: Any, *passing: Any) -> Any:
+        ran.append((world.rank, *(kind.__name__ for kind in passing)))
+        return run_script(script, world, adapter, results, *passing)
+
+    ran: list[Any] = []
+    monkeypatch.setattr(capture, "run_script", counted)
+    path = tmp_path / "train.py"
+    counts = "torch.tensor([1 if torch.is_storage() else MORE], device='cuda')".replace(
+        "MORE", "1" if alike else "8"
+    )
+    ask = f"many = {counts}; dist.all_reduce(many); assert int(many) in (2, 16)"
+    path.write_text(SHARED.format(of="5", op="", ask=ask))
+    capture_script(Script(path=path), World(size=2), Framework())
+    assert ran == [(0,), (1, "BriefRecorder"), (1, "PassingRecorder")][: 2 if alike else 3]
 
 
 def test_what_ranks_gather_of_their_own_numbers_is_not_known(tmp_path: Path) -> None:

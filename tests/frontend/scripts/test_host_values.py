@@ -24,7 +24,7 @@ from echograph.frontend.scripts.world import World
 @pytest.fixture(autouse=True)
 def _captured() -> Iterator[None]:
     world = World(size=2)
-    with world.entered(), fake_mode(unpatched), device.present(world):
+    with world.entered(tuple), fake_mode(unpatched), device.present(world):
         yield
 
 
@@ -328,7 +328,7 @@ def test_no_script_is_told_how_an_unknown_number_compares(kind: torch.dtype, ask
 def test_what_a_rank_tells_others_it_knows_itself_and_they_know_later() -> None:
     told = World(size=2)
     for rank in (0, 1):
-        with replace(told, rank=rank).entered(), fake_mode(unpatched), device.present(told):
+        with replace(told, rank=rank).entered(tuple), fake_mode(unpatched), device.present(told):
             dist.init_process_group("nccl")
             seed = torch.tensor([7 + rank]).cuda()
             dist.broadcast(seed, src=0)

@@ -146,7 +146,13 @@ except (ValueError, ModuleNotFoundError):
 with contextlib.suppress(ImportError):
     import no_such_logger as there
     assert False
-assert no_such_logger is None and fast is None
+def late():
+    told = '''
+try:'''
+    try:
+        import no_such_logger
+    except ImportError: return None
+assert no_such_logger is None and fast is None and late() is None
 """
     assert not run(tmp_path, first)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from script_ranks import PROGRAMS
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echograph.frontend.pytorch.annotate import VAL
 from echograph.frontend.pytorch.recorder import OperatorRecorder
@@ -61,6 +62,36 @@ def test_a_second_run_learns_nothing_that_the_first_one_knew() -> None:
     assert len(results) == known > 50
     layouts = [[_layout(node.meta.get(VAL)) for node in run.recorder.graph.nodes] for run in (first, second)]
     assert layouts[0] == layouts[1]
+
+
+VIEWS = {
+    "view": lambda x: x.view(2, 3),
+    "slice": lambda x: x[1:5:2],
+    "expand": lambda x: x[:1].expand(4),
+    "detach": lambda x: x.detach(),
+    "sum": lambda x: x.sum(),
+    "as strided": lambda x: x.as_strided((2, 2), (1, 2)),
+    "as strided from": lambda x: x.as_strided((2, 2), (1, 2), 3),
+    "other type": lambda x: x.view(torch.int64),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_where_an_argument_begins_in_memory_is_no_matter_unless_the_operator_says(view: str) -> None:
+    """Parameters and gradients lie in flat buffers, each elsewhere."""
+    mode, results = FakeTensorMode(), Results()
+    with mode, OperatorRecorder(mode) as recorder:
+        recorder._shapes = Shapes(mode, results)
+        flat = torch.empty(48, dtype=torch.int32)
+        parts = [flat[begin : begin + 6] for begin in (6, 12, 24)]
+        known = len(results)
+        made = [VIEWS[view](part) for part in parts]
+        learnt = len(results) - known
+    with mode:
+        expected = [VIEWS[view](part) for part in parts]
+    assert [(_layout(t), t.storage_offset()) for t in made] == [(_layout(t), t.storage_offset()) for t in expected]
+    anywhere = view in ("as strided", "as strided from", "other type")
+    assert learnt >= 3 if anywhere else learnt <= 2
 
 
 def _layout(value: Any) -> Any:

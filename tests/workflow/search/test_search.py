@@ -148,6 +148,33 @@ def test_chunks_that_do_not_divide_have_fewer_layers_at_the_ends(dense: StepGrap
 def test_time_ends_it_with_what_is_known(dense: StepGraph) -> None:
     found = search(dense, BASE, time_s=0.0)
     assert found.ended == "time" and not found.best and found.losers.not_reached > 0
+    assert found.losers.not_reached + sum(found.losers.refused.values()) == found.considered
+    assert found.gap is None and "others may be better)" in str(found)
+
+
+def test_an_ended_search_says_how_much_better_another_plan_may_be(
+    dense: StepGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the lowest bound of those that are not predicted, which the best of them all is not below."""
+    from echograph.workflow import workers
+
+    over, give = SMALL | {"micro_batch": (1, 2)}, workers._Here.give
+    whole = search(dense, BASE, over=over, front=False, top=1)
+    asked: list[str] = []
+
+    def noted(self: Any, point: Any) -> None:
+        asked.append(point[2])
+        if asked.count("bound") == 3:
+            raise KeyboardInterrupt
+        give(self, point)
+
+    monkeypatch.setattr(workers._Here, "give", noted)
+    found = search(dense, BASE, over=over, front=False, top=1, time_s=3600.0)
+    assert found.ended == "interrupt" and found.gap is not None
+    assert 0 < found.least <= whole.best[0].value <= found.best[0].value
+    assert found.gap == max(0.0, 1 - found.least / found.best[0].value) and found.to_json()["gap"] == found.gap
+    assert f"others may be better, by {found.gap:.1%} at most" in str(found)
+    assert whole.gap == 0.0
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import re
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
@@ -219,6 +219,7 @@ class SearchResult:
         simulated: plans that were predicted.
         losers: why the others lose.
         ended: "" where the search was ended by itself, so that the best are proven; else "time" or "interrupt".
+        least: of the objective, what no plan that is not predicted is below, by the bounds that are known.
         wall_s: seconds that it took.
         node: GPUs of a node.
         layers: of the model.
@@ -236,6 +237,7 @@ class SearchResult:
     simulated: int
     losers: Losers
     ended: str
+    least: float
     wall_s: float
     node: int
     layers: int
@@ -253,12 +255,26 @@ class SearchResult:
 
     @property
     def proof(self) -> str:
-        """Whether others may be better, in words."""
-        return {
-            "": "proven: no other plan of the space is better",
-            "time": "the time was over: others may be better",
-            "interrupt": "interrupted: others may be better",
-        }[self.ended]
+        """Whether others may be better, and by how much, in words."""
+        if not self.ended:
+            return "proven: no other plan of the space is better"
+        why = {"time": "the time was over", "interrupt": "interrupted"}[self.ended]
+        if not self.best or self.gap is None:
+            return f"{why}: others may be better"
+        return (
+            f"{why}: others may be better, by {self.gap:.1%} at most"
+            if self.gap
+            else f"{why}: the first is proven"
+        )
+
+    @property
+    def gap(self) -> float | None:
+        """By what share of the first plan's value another may be better at most; None where that is not known."""
+        if not self.ended:
+            return 0.0
+        if not self.best or self.least <= 0:
+            return None
+        return max(0.0, 1 - self.least / self.best[0].value)
 
     def _figure(self, one: Candidate, end: int) -> float:
         """What the plan is held against others by, at an end of its step's interval."""
@@ -294,6 +310,7 @@ class SearchResult:
             "simulated": self.simulated,
             "proven": not self.ended,
             "ended_by": self.ended or None,
+            "gap": self.gap,
             "wall_s": self.wall_s,
             "best": [one.to_json() for one in self.best],
             "alike": self.alike,
@@ -387,6 +404,11 @@ def _candidate(number: int, plan: Plan, result: Result, memory: Memory | None, a
     )
 
 
+def _scattered(number: int) -> int:
+    """A number with its bits reversed: in the order of these, neighbours are far apart."""
+    return int(f"{number:064b}"[::-1], 2)
+
+
 class _Search:
     """A search under way.
 
@@ -402,6 +424,8 @@ class _Search:
         learned: how many steps of a rank are known.
         dive_at: of how many the next plan is predicted ahead: of twice as many each time, since one takes as long
             as the bounds of some ten steps.
+        asked: bounds of plans that an answer is waited for, by number.
+        bounded: whether all plans have a coarse bound.
     """
 
     def __init__(
@@ -428,13 +452,22 @@ class _Search:
         self.nearer: set[int] = set()
         self.ahead, self.fits_bytes, self.too_large_bytes = ahead, 0.0, float(capacity)
         self.diving, self.learned, self.dive_at = NONE, 0, 1
+        self.asked: dict[int, float] = {}
+        self.bounded = True
 
-    def begin(self) -> None:
-        """Bounds all plans coarsely."""
-        for number, chosen in enumerate(self.among.choices()):
-            self.considered = number + 1
-            if number % 4096 == 0:
-                self.progress("bounding plans", number)
+    def begin(self, until: float = inf) -> None:
+        """Bounds all plans coarsely, or as many as there is time for, spread over the space."""
+        choices: Iterable[tuple[int, PlanWords]] = enumerate(self.among.choices())
+        if until < inf:
+            choices = sorted(choices, key=lambda one: _scattered(one[0]))
+        for count, (number, chosen) in enumerate(choices):
+            self.considered += 1
+            if count % 4096 == 0:
+                self.progress("bounding plans", count)
+            if not self.bounded or (count % 256 == 0 and time.monotonic() > until):
+                self.bounded = False
+                self.losers.not_reached += 1
+                continue
             try:
                 plan = self.among.plan(chosen)
                 bound = self.bounds.first(plan, chosen["gpus"])
@@ -454,7 +487,7 @@ class _Search:
         bits reversed; else plans follow each other whose steps begin with the same passes.
         """
         if self.ahead:
-            return (int(f"{number:064b}"[::-1], 2),)
+            return (_scattered(number),)
         return (plan.micro_batch or 0, *(getattr(plan, name) for name in _IN_ORDER), number)
 
     @property
@@ -482,6 +515,7 @@ class _Search:
             self._tighten(number, plan)
             return
         self.nearer.add(number)
+        self.asked.pop(number, None)
         gpus = plan.gpus or 1
         try:
             least = self.aim.least(self.bounds.by_less(plan, gpus) / 1e12, gpus)
@@ -492,6 +526,7 @@ class _Search:
 
     def _tighten(self, number: int, plan: Plan) -> None:
         """Bounds a plan tightly, and keeps it where that does not decide."""
+        self.asked.pop(number, None)
         gpus = plan.gpus or 1
         try:
             bound = self.bounds.second(plan, gpus)
@@ -539,6 +574,7 @@ class _Search:
                 return None
             if self.left and tight <= loose:
                 _, _, number, plan = heapq.heappop(self.left)
+                self.asked[number] = tight
                 return number, plan, "whole" if number in self.steps else "step"
             if self.ahead and self.learned >= self.dive_at and self.diving == NONE:
                 self.dive_at = 2 * self.learned
@@ -550,6 +586,7 @@ class _Search:
             if self.bounds.knows(by):
                 self._bound(number, plan, by)
                 continue
+            self.asked[number] = loose
             its = self.waiting.setdefault(of_step(by), [])
             its.append((number, plan))
             if len(its) == 1:
@@ -570,7 +607,7 @@ class _Search:
         entry = min(likely)
         self.left.remove(entry)
         heapq.heapify(self.left)
-        _, _, self.diving, plan = entry
+        self.asked[entry[2]], _, self.diving, plan = entry
         return self.diving, plan, "whole"
 
     @property
@@ -602,6 +639,7 @@ class _Search:
         )
 
     def _take(self, number: int, plan: Plan, found: PlanAnswer) -> None:
+        self.asked.pop(number, None)
         if isinstance(found, str):
             self.losers.refused[_kind_of(found)] += 1
             self.simulated -= number in self.steps
@@ -664,6 +702,12 @@ class _Search:
                 front = [one for one in front if not _beats(known, one)] + [known]
         return tuple(front)
 
+    @property
+    def least(self) -> float:
+        """What no plan is below whose answer is not known: the lowest bound; 0 while some have none."""
+        bounds = [*self.asked.values(), *(entry[0] for entry in (*self.loose[:1], *self.left))]
+        return min(bounds, default=inf) if self.bounded else 0.0
+
     def end(self, ended: str, begun: int) -> None:
         """Counts what was not predicted."""
         slower = sum(entry[2] in self.steps for entry in self.left)
@@ -671,7 +715,7 @@ class _Search:
         beyond += sum(entry[0] > self.last for entry in self.loose)
         self.losers.slower += slower
         self.losers.slower_by_bound = beyond
-        self.losers.not_reached = len(self.left) + len(self.loose) - slower - beyond + begun
+        self.losers.not_reached += len(self.left) + len(self.loose) - slower - beyond + begun
 
 
 def _beats(one: Candidate, other: Candidate) -> bool:
@@ -751,7 +795,8 @@ def search(
     bounds, capacity = Bounds(graph, system, scenario), system.cluster.memory_bytes
     state = _Search(among, bounds, aim, capacity, top, progress, ahead=time_s < inf)
     make, begun = Question(graph, system, scenario, objective, most_step_s), 0
-    state.begin()
+    # Some of the time is for plans, also where all of it would not do to bound every one.
+    state.begin(began + time_s / 2)
     with ExitStack() as stack:
         at = stack.enter_context(workers(make, where))
         if journal_path is not None:
@@ -763,6 +808,7 @@ def search(
         except KeyboardInterrupt:
             ended = "interrupt"
         begun = at.busy - len(state.waiting) + sum(map(len, state.waiting.values()))
+    ended = ended or ("" if state.bounded else "time")
     predictor = Predictor(graph, system, scenario)
     if ended:
         state.so_far(predictor)
@@ -781,6 +827,7 @@ def search(
         simulated=state.simulated,
         losers=state.losers,
         ended=ended,
+        least=state.least,
         wall_s=time.monotonic() - began,
         node=system.cluster.gpus_per_node,
         layers=among.facts.layers,
