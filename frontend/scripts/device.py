@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -296,7 +296,7 @@ def answers(world: World) -> Iterator[AbstractContextManager[None]]:
     for owner, answered in _answers(world).items():
         for name, answer in answered.items():
             if hasattr(owner, name):
-                yield replaced(owner, name, answer if world.gpus else _without(name, answer))
+                yield replaced(owner, name, _apart(answer) if world.gpus else _without(name, answer))
     if world.gpus and min(world.local_size, world.size) > 1:
         yield replaced(torch.nn, "DataParallel", _refuse(_DATA_PARALLEL))
     elif world.gpus:
@@ -340,6 +340,17 @@ def _one_part(_: Any, inputs: tuple[Any, ...], named: dict[str, Any], *__: Any) 
     """How `DataParallel` divides a batch over one GPU."""
     there = tree_map_only(Tensor, lambda tensor: tensor.cuda(), (inputs, named))
     return (there[0],), (there[1],)
+
+
+def _apart(answer: Any) -> Any:
+    """A function that is no other's: PyTorch's compiler looks functions up by what they are."""
+    if not isinstance(answer, FunctionType):
+        return answer
+    own = FunctionType(
+        answer.__code__, answer.__globals__, answer.__name__, answer.__defaults__, answer.__closure__
+    )
+    own.__kwdefaults__ = answer.__kwdefaults__
+    return own
 
 
 def _answers(world: World) -> dict[Any, dict[str, Any]]:

@@ -157,6 +157,16 @@ def test_what_scripts_ask_a_gpu_is_answered(tmp_path: Path) -> None:
     assert run(tmp_path, GPU + BEGIN).recorder.recorded
 
 
+APART = """import torch
+asked = torch.cuda.init, torch.cuda.empty_cache, torch.cuda.set_device, torch.cuda.nvtx.mark
+assert len(set(asked)) == len(asked)  # PyTorch's compiler looks functions up by what they are
+"""
+
+
+def test_functions_that_do_nothing_are_told_apart(tmp_path: Path) -> None:
+    assert run(tmp_path, APART + BEGIN).recorder.recorded
+
+
 CONFIGURED = """import triton
 configs = [triton.Config({"BLOCK": size}, num_warps=4) for size in (64, 32)]
 least = min(configs, key=lambda config: config.kwargs["BLOCK"] * config.num_stages)
