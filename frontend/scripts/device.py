@@ -809,6 +809,17 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
     return made.replace("torch.", "torch.cuda.") if isinstance(made, str) and on_gpu(args[0]) else made
 
 
+def _cell_by_cell(mode: OnTheDevice, func: Any, args: Any, kwargs: Any) -> Any:
+    """What a recurrent layer is on a GPU, and is not here."""
+    del args, kwargs
+    if mode._gpus:
+        mode._warn(
+            f"{values.line_of_script()} runs '{func.__name__}' operator by operator and step by step, where a GPU "
+            "runs cuDNN's kernels from one call: what is predicted of it is too long"
+        )
+    return NotImplemented
+
+
 def _deepcopy(original: Callable[..., Any]) -> Callable[..., Any]:
     """`copy.deepcopy` of tensors, of those that others hold as well (a DTensor, a mesh): no mode sees these."""
 
@@ -824,6 +835,7 @@ def _deepcopy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _cell_by_cell),
     **dict.fromkeys(QUESTIONS, OnTheDevice._question),
     **dict.fromkeys(PLACES, lambda mode, func, args, kwargs: PLACES[func](*args)),
     Tensor.data_ptr: lambda mode, func, args, kwargs: (

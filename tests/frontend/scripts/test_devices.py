@@ -167,6 +167,14 @@ def test_functions_that_do_nothing_are_told_apart(tmp_path: Path) -> None:
     assert run(tmp_path, APART + BEGIN).recorder.recorded
 
 
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_are_told_to_be_no_kernels_of_a_gpu(tmp_path: Path, kind: str) -> None:
+    text = BEGIN.replace("torch.nn.Linear(8, 8)", f"torch.nn.{kind}(8, 8)").replace(".sum()", "[0].sum()")
+    told = [line for line in run(tmp_path, text).recorder.warnings if "step by step" in line]
+    assert len(told) == 1 and told[0].startswith("train.py:7 runs")
+    assert not any("step by step" in line for line in run(tmp_path, text, gpus=False).recorder.warnings)
+
+
 CONFIGURED = """import triton
 configs = [triton.Config({"BLOCK": size}, num_warps=4) for size in (64, 32)]
 least = min(configs, key=lambda config: config.kwargs["BLOCK"] * config.num_stages)
