@@ -58,14 +58,14 @@ def followed(warn: NoteTaker) -> Iterator[None]:
         yield
 
 
-def whole(*given: Any) -> int:
+def whole(*given: Any, **named: Any) -> int:
     """`int`, of which a number that stands for one makes another such."""
-    one = given[0] if len(given) == 1 else None
+    one = given[0] if len(given) == 1 and not named else None
     if isinstance(one, Tensor):
         one = one.item()
     if isinstance(one, StandInNumber | StandInInteger):
         return StandInInteger(int(one), one.where)
-    return int(*given) if one is None else int(one)
+    return int(*given, **named) if one is None else int(one)
 
 
 def _imported(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -90,3 +90,8 @@ def test_int_and_range_are_those_of_the_script(tmp_path: Path) -> None:
 def test_an_error_says_what_stood_for_a_size_before(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"train\.py:11: RuntimeError.* train\.py:10 makes a size .*--decide"):
         _run(tmp_path, "out = out[:, :int(labels.max())]; out = out.view(32, 5)")
+
+
+def test_int_is_pythons_own_otherwise(tmp_path: Path) -> None:
+    line = "assert (int(), int('7'), int('ff', 16), int('ff', base=16), int(2.5)) == (0, 7, 255, 255, 2)"
+    assert not _run(tmp_path, f"assert list(range(1, int('4', base=8))) == [1, 2, 3]; {line}").recorder.warnings
