@@ -33,7 +33,7 @@ from echograph.errors import CaptureError
 from echograph.frontend.megatron.patches import Patch, in_place
 from echograph.frontend.megatron.stub_modules import standing_in
 from echograph.frontend.pytorch import compiler
-from echograph.frontend.pytorch.known_values import real
+from echograph.frontend.pytorch.known_values import Guess, real
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.host_work import WorkCounter
 from echograph.frontend.scripts.streams import CapturedStream
@@ -78,7 +78,7 @@ def _scale_all(size: int, flag: Any, lists: list[list[Tensor]], factor: float) -
     source, target = lists
     if any(one is not other for one, other in zip(source, target, strict=True)):
         torch._foreach_copy_(target, source)
-    if factor != 1.0:
+    if isinstance(factor, Guess) or factor != 1.0:  # gradients that are clipped are more than the bound
         torch._foreach_mul_(target, factor)
 
 

@@ -456,7 +456,12 @@ def _beside_numbers(data: Any) -> Any:
 
 
 def _one_number(part: Any) -> Any:
-    return part.reshape(()) if isinstance(part, Tensor) and part.numel() == 1 else _beside_numbers(part)
+    if not isinstance(part, Tensor) or part.numel() != 1:
+        return _beside_numbers(part)
+    if not is_known(part):
+        return part.reshape(())
+    with apart():
+        return real(part).item()
 
 
 def _stacked(parts: Any) -> Tensor:
