@@ -54,6 +54,7 @@ def test_all_reduce_on_unseen_sizes(unseen: Unseen, fabric: str) -> None:
     assert error == pytest.approx(dict(read_fabric_document(fabric)["about"]["held_out_error"]), abs=0.005)
 
 
+@pytest.mark.slow
 def test_all_reduce_inside_a_node_over_every_fabric(unseen: Unseen) -> None:
     off = []
     for fabric in (*NVLINK, *PCIE):
