@@ -19,8 +19,7 @@ that take CUDA's choice. The dispatcher is the place where the devices part, so 
 
 What still differs from CUDA: attention takes the flash kernel where recent GPUs may prefer cuDNN's; batch
 normalisation is `native_batch_norm`, not `cudnn_batch_norm`; the saved statistics of layer and batch norm have the
-type of the input instead of fp32; recurrent layers run cell by cell instead of `_cudnn_rnn`; sums of gradients
-make a new tensor instead of adding in place.
+type of the input instead of fp32; sums of gradients make a new tensor instead of adding in place.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_impls import op_implementations_dict
+
+from echograph.frontend.pytorch import recurrent
 
 _ATEN = torch.ops.aten
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
@@ -49,6 +50,8 @@ def cuda_operators() -> Iterator[None]:
         library.impl("rms_norm", _rms_norm, "AutogradCPU")
         library.impl("softmax.int", partial(_softmax, _ATEN._softmax), "AutogradCPU")
         library.impl("log_softmax.int", partial(_softmax, _ATEN._log_softmax), "AutogradCPU")
+        for name, call in recurrent.CALLS.items():
+            library.impl(name, call, "AutogradCPU")
         yield
 
 

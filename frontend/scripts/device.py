@@ -809,13 +809,18 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
     return made.replace("torch.", "torch.cuda.") if isinstance(made, str) and on_gpu(args[0]) else made
 
 
-def _cell_by_cell(mode: OnTheDevice, func: Any, args: Any, kwargs: Any) -> Any:
-    """What a recurrent layer is on a GPU, and is not here."""
-    del args, kwargs
-    if mode._gpus:
+def _recurrent(mode: OnTheDevice, func: Any, args: Any, kwargs: Any) -> Any:
+    """A recurrent layer that is no operator of a capture's own (`pytorch.recurrent`), as a GPU has one of it."""
+    del kwargs
+    if len(args) > 3 and isinstance(args[3], list | tuple):
+        raise CaptureError(
+            f"{values.line_of_script()}: '{func.__name__}' of packed sequences, whose lengths a capture does not "
+            "have: give it padded ones"
+        )
+    if mode._gpus and len(args[2]) % (4 if args[3] else 2):
         mode._warn(
-            f"{values.line_of_script()} runs '{func.__name__}' operator by operator and step by step, where a GPU "
-            "runs cuDNN's kernels from one call: what is predicted of it is too long"
+            f"{values.line_of_script()} runs '{func.__name__}' with projections step by step, where a GPU runs "
+            "cuDNN's kernels from one call: what is predicted of it is too long"
         )
     return NotImplemented
 
@@ -835,7 +840,7 @@ def _deepcopy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
-    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _cell_by_cell),
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
     **dict.fromkeys(QUESTIONS, OnTheDevice._question),
     **dict.fromkeys(PLACES, lambda mode, func, args, kwargs: PLACES[func](*args)),
     Tensor.data_ptr: lambda mode, func, args, kwargs: (

@@ -87,6 +87,8 @@ delta rule have the share that this reaches (`DeviceProfile.scan`)."""
 SCAN_KERNELS = 5
 """Of a scan (state-spaces/mamba, ops/triton/ssd_combined.py): sums of steps, states of chunks, states passed on,
 products of B and C, the scan."""
+_RECURRENT = "cudnn.rnn"
+"""Recurrent layers of cuDNN, of which there is no table."""
 SPLIT_ACCUMULATION, SPLIT_SPREAD = {"hopper": 1.15}, 0.05
 """FP8 products whose sums leave the tensor core every few steps of k, over those of the tables, whose sums are
 taken to stay in it, by architecture: 1.1 to 1.2 (pytorch/ao#2377). Products of gradients are such ones, in
@@ -470,6 +472,8 @@ def _kind_of(op: Compute, operands: _InOut) -> str:
 def _model_cost(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     if op.name.startswith(_SCANS):
         return _scan(op, operands, device)
+    if op.name.startswith(_RECURRENT):
+        return _recurrent(operands, device, backward=op.name.startswith(f"{_RECURRENT}_backward"))
     if isinstance(op, Copy):
         return memory_bound(device, "copy", bytes_read=op.nbytes, bytes_written=op.nbytes)
     for kind, cost in _BY_ATTRIBUTE:
@@ -608,6 +612,36 @@ def _scan(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> CostEs
     share = SCAN_SHARE if known is None else known.efficiency
     seconds = op.flops / (share * peaks.get("bf16", peaks["fp32"]))
     seconds = max(float(memory.seconds), seconds) + SCAN_KERNELS * device.memory_launch_s
+    return CostEstimate(seconds, ASSUMED_SPREAD, "analytical")
+
+
+def _recurrent(operands: _InOut, device: DeviceProfile, *, backward: bool) -> CostEstimate:
+    """Products with the inputs of all steps at once, and for each step in turn a product and the gates.
+
+    So cuDNN's standard algorithm works (Appleyard et al. 2016, arXiv:1604.01946, section 3), but that layers and
+    directions may overlap, and that small layers run in one kernel (`CUDNN_RNN_ALGO_PERSIST_STATIC`): neither is
+    modelled, and there is no table, so the spread is assumed.
+    """
+    inputs, outputs = operands
+    steps, samples = (inputs[-1] if backward else outputs[0]).shape[:2]
+    weights = [tensor for tensor in inputs if len(tensor.shape) == 2]
+    rows = steps * samples
+
+    def product(m: int, n: int, k: int) -> float:
+        cost = _or_slower(lambda dtype: gemm(device, m, n, k, dtype=dtype), weights[0].dtype, device)
+        return float(cost.seconds)
+
+    seconds, itemsize = 0.0, weights[0].nbytes / max(1, weights[0].numel)
+    for of_input, of_state in zip(weights[::2], weights[1::2], strict=True):
+        (gates, width), hidden = of_input.shape, of_state.shape[1]
+        if backward:
+            seconds += product(rows, width, gates) + product(gates, width, rows) + product(gates, hidden, rows)
+        else:
+            seconds += product(rows, gates, width)
+        moved = samples * gates * itemsize
+        cell = memory_bound(device, "elementwise", bytes_read=moved, bytes_written=moved)
+        step = product(samples, hidden, gates) if backward else product(samples, gates, hidden)
+        seconds += steps * (step + float(cell.seconds))
     return CostEstimate(seconds, ASSUMED_SPREAD, "analytical")
 
 

@@ -143,3 +143,22 @@ def test_cpu_runs_its_own_operators_after_the_context() -> None:
     with Watch():
         torch.dropout(torch.ones(4), 0.5, True)
     assert torch.ops.aten.native_dropout.default not in seen
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(torch.nn.LSTM, 4), (torch.nn.GRU, 3), (torch.nn.RNN, 1)])
+def test_recurrent_layers_are_those_of_cudnn(kind: Any, gates: int) -> None:
+    """One operator each way, and a gradient for every weight."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from echograph.frontend.pytorch.device_ops import cuda_operators
+
+    with cuda_operators(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        layer = kind(16, 32, 2, batch_first=True, bidirectional=True)
+        out, _ = layer(torch.ones(4, 10, 16, requires_grad=True))
+        assert out.shape == (4, 10, 64)
+        out.sum().backward()
+        assert all(p.grad.shape == p.shape for p in layer.parameters())
+    forward = 2 * 4 * 10 * 2 * gates * 32 * ((16 + 32) + (64 + 32))  # two directions, of two layers
+    counted = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
+    assert counted == {"cudnn.rnn": forward, "cudnn.rnn_backward": 2 * forward}

@@ -39,6 +39,7 @@ from echograph.profiler.costs import (
 )
 from echograph.profiler.costs.device import CostEstimate
 from echograph.profiler.costs.estimate import (
+    ASSUMED_SPREAD,
     BOTH_SLOWER,
     COLUMNS_SLOWER,
     ROWWISE_SLOWER,
@@ -294,6 +295,28 @@ def test_a_fused_loss_is_by_its_rows_and_a_norm_by_who_wrote_it() -> None:
     # Where nobody timed them they are as PyTorch's.
     plain = cost("aten.native_layer_norm", [(64, 3000)], [(64, 3000)], device=V100, dtype=FP16)
     assert cost("fused.norm", [(64, 3000)], [(64, 3000)], device=V100, dtype=FP16) == plain
+
+
+@pytest.mark.parametrize(("layers", "directions"), [(1, 1), (2, 1), (2, 2)])
+def test_a_recurrent_layer_takes_a_product_and_its_gates_step_by_step(layers: int, directions: int) -> None:
+    """Of an LSTM of 96 over 35 steps of 20 samples of 64."""
+    steps, samples, hidden = 35, 20, 96
+    widths = [64, *[directions * hidden] * (layers - 1)]
+    of_cells = [[(4 * hidden, width), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,)] for width in widths]
+    weights = [shape for cell in of_cells for shape in cell * directions]
+    state, reserve = (layers * directions, samples, hidden), (steps, samples, layers * directions * 5 * hidden)
+    x, made = (steps, samples, 64), (steps, samples, directions * hidden)
+    forward = cost("cudnn.rnn", [x, state, state, *weights], [made, state, state, reserve])
+    backward = cost("cudnn.rnn_backward", [made, x, state, state, *weights, made, reserve], [x, *weights])
+    gates = memory_bound(H100, "elementwise", bytes_read=40 * 4 * hidden, bytes_written=40 * 4 * hidden).seconds
+    ahead = back = 0.0
+    for width in widths:
+        first, later = gemm(H100, 700, 384, width).seconds, gemm(H100, 20, 384, 96).seconds
+        ahead += directions * (first + steps * (later + gates))
+        products = [gemm(H100, 700, width, 384), gemm(H100, 384, width, 700), gemm(H100, 384, 96, 700)]
+        back += directions * (sum(p.seconds for p in products) + steps * (gemm(H100, 20, 96, 384).seconds + gates))
+    assert (forward.seconds, backward.seconds) == (pytest.approx(ahead), pytest.approx(back))
+    assert forward.source == "analytical" and forward.spread == ASSUMED_SPREAD
 
 
 def test_a_scan_over_chunks_is_bound_by_its_products_or_its_bytes() -> None:

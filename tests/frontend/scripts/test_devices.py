@@ -168,11 +168,26 @@ def test_functions_that_do_nothing_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_recurrent_layers_are_told_to_be_no_kernels_of_a_gpu(tmp_path: Path, kind: str) -> None:
-    text = BEGIN.replace("torch.nn.Linear(8, 8)", f"torch.nn.{kind}(8, 8)").replace(".sum()", "[0].sum()")
-    told = [line for line in run(tmp_path, text).recorder.warnings if "step by step" in line]
-    assert len(told) == 1 and told[0].startswith("train.py:7 runs")
-    assert not any("step by step" in line for line in run(tmp_path, text, gpus=False).recorder.warnings)
+def test_recurrent_layers_are_one_operator_each_way(tmp_path: Path, kind: str) -> None:
+    text = BEGIN.replace("torch.nn.Linear(8, 8)", f"torch.nn.{kind}(8, 8, batch_first=True)")
+    text = text.replace("torch.ones(4, 8)", "torch.ones(2, 4, 8)").replace(".sum()", "[0].sum()")
+    recorder = run(tmp_path, text).recorder
+    names = [str(node.target) for node in recorder.graph.nodes if "rnn" in str(node.target)]
+    assert names == ["cudnn.rnn.default", "cudnn.rnn_backward.default"]
+    assert not recorder.warnings
+
+
+def test_recurrent_layers_of_other_kinds_are_told(tmp_path: Path) -> None:
+    text = BEGIN.replace("torch.nn.Linear(8, 8)", "torch.nn.LSTM(8, 8, proj_size=4)").replace(
+        ".sum()", "[0].sum()"
+    )
+    (told,) = run(tmp_path, text).recorder.warnings
+    assert told.startswith("train.py:7 runs 'lstm' with projections step by step")
+    packed = "torch.nn.utils.rnn.pack_padded_sequence(torch.ones(4, 2, 8), [4, 3])"
+    text = BEGIN.replace("torch.nn.Linear", "torch.nn.GRU").replace(
+        "torch.ones(4, 8)).sum()", f"{packed})[0].data.sum()"
+    )
+    assert refused(tmp_path, text).startswith("train.py:7: 'gru' of packed sequences")
 
 
 CONFIGURED = """import triton
