@@ -376,6 +376,7 @@ def _answers(world: World) -> dict[Any, dict[str, Any]]:
         torch.cuda.profiler: {"start": _nothing, "stop": _nothing},
         torch.cuda.nccl: {"version": lambda: _NCCL, "is_available": lambda *_: True},
         torch.version: {"cuda": _CUDA},
+        torch.backends.cudnn: {"is_acceptable": lambda *_: False},  # recurrent layers would flatten their weights
         torch.distributed: {"is_nccl_available": lambda: True},
     }
 
