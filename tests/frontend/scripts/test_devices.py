@@ -171,9 +171,7 @@ def test_functions_that_do_nothing_are_told_apart(tmp_path: Path) -> None:
 def test_recurrent_layers_are_one_operator_each_way(tmp_path: Path, kind: str) -> None:
     text = BEGIN.replace("torch.nn.Linear(8, 8)", f"torch.nn.{kind}(8, 8, batch_first=True)")
     text = text.replace("torch.ones(4, 8)", "torch.ones(2, 4, 8).cuda()").replace(".sum()", "[0].sum()")
-    text = text.replace(
-        "optimizer = ", "model.cuda(); optimizer = "
-    )
+    text = text.replace("optimizer = ", "model.cuda(); optimizer = ")
     recorder = run(tmp_path, text).recorder
     names = [str(node.target) for node in recorder.graph.nodes if "rnn" in str(node.target)]
     assert names == ["cudnn.rnn.default", "cudnn.rnn_backward.default"]
