@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_impls import op_implementations_dict
 
-from echograph.frontend.pytorch import recurrent
+from echograph.frontend.pytorch import cudnn
 
 _ATEN = torch.ops.aten
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
@@ -50,7 +50,7 @@ def cuda_operators() -> Iterator[None]:
         library.impl("rms_norm", _rms_norm, "AutogradCPU")
         library.impl("softmax.int", partial(_softmax, _ATEN._softmax), "AutogradCPU")
         library.impl("log_softmax.int", partial(_softmax, _ATEN._log_softmax), "AutogradCPU")
-        for name, call in recurrent.CALLS.items():
+        for name, call in cudnn.CALLS.items():
             library.impl(name, call, "AutogradCPU")
         yield
 

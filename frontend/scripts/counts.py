@@ -21,6 +21,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.imports import is_of_script
@@ -143,12 +144,4 @@ def guessed_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> St
     if name in ("getitem", "setitem"):
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
         args = tuple((part.start, part.stop, part.step) for part in parts if isinstance(part, slice))
-    return next(_guesses((args, tuple(kwargs.values()))), None)
-
-
-def _guesses(given: Any) -> Iterator[StandInInteger]:
-    if isinstance(given, StandInInteger):
-        yield given
-    elif isinstance(given, tuple | list):
-        for part in given:
-            yield from _guesses(part)
+    return next((part for part in tree_leaves((args, kwargs)) if isinstance(part, StandInInteger)), None)

@@ -811,7 +811,7 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _recurrent(mode: OnTheDevice, func: Any, args: Any, kwargs: Any) -> Any:
-    """A recurrent layer that is no operator of a capture's own (`pytorch.recurrent`), as a GPU has one of it."""
+    """A recurrent layer that is no operator of a capture's own (`pytorch.cudnn`), as a GPU has one of it."""
     del kwargs
     if len(args) > 3 and isinstance(args[3], list | tuple):
         raise CaptureError(

@@ -33,13 +33,13 @@ def read_once() -> Iterator[None]:
 
         return get_code
 
-    def source(original: Callable[..., Any]) -> Callable[..., Any]:
+    def source(original: Callable[[Any], tuple[list[str], int]]) -> Callable[..., Any]:
         def lines(of: Any) -> tuple[list[str], int]:
             file = None
             with suppress(TypeError, OSError):  # of no file
                 file = _state(inspect.getsourcefile(of) or "") if isinstance(of, type) else None
             if file is None:
-                return original(of)  # type: ignore[no-any-return]
+                return original(of)
             key = of.__qualname__, file
             if key not in sources:
                 sources[key] = original(of)

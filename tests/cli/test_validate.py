@@ -119,6 +119,8 @@ def test_processes_change_nothing(cli, tmp_path: Path) -> None:
         ({"n_gpus": 0}, "n_gpus is '0'"),
         ({"seq_len": 0}, "seq_len is '0'"),
         ({"zero_stage": "3 (offload)"}, "zero_stage '3 .offload"),
+        ({"schedule": "zero-bubble", "pp": 2, "dp": 2}, "schedule 'zero-bubble' of 1 chunks a stage"),
+        ({"notes": "DualPipe", "pp": 2, "dp": 2, "vpp": 4}, "two chunks a stage, and vpp is 4"),
         ({"sequence_parallel": "perhaps"}, "sequence_parallel 'perhaps'"),
     ],
 )
@@ -289,7 +291,9 @@ def test_dualpipe_is_that_of_two_chunks_whose_exchanges_hide() -> None:
     exact = made(**row | {"notes": "DualPipeV", "ep": 1, "global_batch": 256})
     assert not exact.plan.overlap_moe_expert_parallel_comm
     assert "DualPipe as DualPipeV" not in exact.assumed
-    assert made(notes="DualPipe", pp=1).plan.schedule == ""
+    assert made(notes="without DualPipe", pp=2, dp=2).plan.schedule == ""
+    assert made(schedule="1F1B", pp=2, dp=2).plan.schedule == ""
+    assert made(trainer="HAI-LLM", pp=1).plan.schedule == made(notes="DualPipe", pp=1).plan.schedule == ""
 
 
 def test_what_nothing_hangs_on_is_not_assumed() -> None:

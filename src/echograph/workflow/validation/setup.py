@@ -198,10 +198,20 @@ def _schedule(
     DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1) keeps two copies of a stage's parameters, so that
     micro-batches enter at both ends; DualPipeV has as many passes beside each other, and one copy. Both exchange
     rows of experts beside computing.
+
+    Raises:
+        Skip: another schedule than this, 1F1B, or interleaved chunks; or it has other chunks.
     """
-    said = f"{row.text('schedule')} {row.text('notes')}".lower()
-    if "dualpipe" not in said or sizes["pp"] == 1:
+    schedule = row.text("schedule").lower()
+    said = schedule or row.text("notes").lower()
+    if sizes["pp"] == 1:
         return sizes, {}
+    if not re.search(r"(?<!no )(?<!without )dualpipe", said):
+        if schedule not in ("", "interleaved" if sizes["vpp"] > 1 else "1f1b"):
+            raise Skip(f"schedule '{row.text('schedule')}' of {sizes['vpp']} chunks a stage is not modelled")
+        return sizes, {}
+    if sizes["vpp"] > 2:
+        raise Skip(f"DualPipe has two chunks a stage, and vpp is {sizes['vpp']}")
     if not re.search(r"dualpipe-?v\b", said):
         assumed.append("DualPipe as DualPipeV")
     options = {"schedule": "dualpipe-v", "overlap_moe_expert_parallel_comm": sizes["ep"] > 1}
