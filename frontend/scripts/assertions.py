@@ -26,48 +26,54 @@ def holds(frame: FrameType) -> bool | None:
     Args:
         frame: that is about to branch, or to compare what it branches by.
     """
-    span = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    span = _span_of(frame)
     return None if span is None else _required(frame.f_code.co_filename).get(span)
 
 
 def extreme(frame: FrameType) -> str:
     """Whether a frame is in a call of `max` or `min`, which compares to choose a number: its name; "": neither."""
-    span = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    span = _span_of(frame)
     return "" if span is None else _extremes(frame.f_code.co_filename).get(span, "")
 
 
 def writes_back(frame: FrameType) -> bool:
     """Whether a frame reads elements that its statement writes: `nearest[mask] = found[mask]`, `x[mask] += 1`."""
-    span = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    span = _span_of(frame)
     return span is not None and span in _written_back(frame.f_code.co_filename)
 
 
 def bounded(frame: FrameType) -> bool:
     """Whether a frame holds a number against two bounds: `0 <= action < self.n`."""
-    span = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    span = _span_of(frame)
     return span is not None and span in _bounded(frame.f_code.co_filename)
+
+
+def _span_of(frame: FrameType) -> _Span | None:
+    """What of its file's text a frame is at."""
+    return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+
+
+@cache
+def _tree(file: str) -> ast.Module:
+    """A file as Python reads it; nothing where it is no source."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])
 
 
 @cache
 def _bounded(file: str) -> frozenset[_Span]:
     """Comparisons of a file with a lower and an upper bound."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:  # no source
-        return frozenset()
-    compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare) and len(node.ops) == 2)
+    compared = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.Compare) and len(node.ops) == 2)
     return frozenset(_span(node) for node in compared if all(isinstance(op, ast.Lt | ast.LtE) for op in node.ops))
 
 
 @cache
 def _written_back(file: str) -> frozenset[_Span]:
     """Elements that are read in a file, where the statement assigns to those of the same index."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:  # no source
-        return frozenset()
     found: list[ast.expr] = []
-    for node in ast.walk(tree):
+    for node in ast.walk(_tree(file)):
         if isinstance(node, ast.AugAssign):
             found.append(node.target)
         written = node.targets[0] if isinstance(node, ast.Assign) else None
@@ -81,11 +87,7 @@ def _written_back(file: str) -> frozenset[_Span]:
 @cache
 def _extremes(file: str) -> dict[_Span, str]:
     """Calls of `max` and `min` in a file."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:  # no source
-        return {}
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    calls = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.Call))
     named = ((call, call.func.id) for call in calls if isinstance(call.func, ast.Name))
     return {_span(call): name for call, name in named if name in ("max", "min")}
 
@@ -94,10 +96,7 @@ def _extremes(file: str) -> dict[_Span, str]:
 def _required(file: str) -> dict[_Span, bool]:
     """Places in a file (first and last line, first and last column) and what is to be true there."""
     found = _Raising()
-    try:
-        found.visit(ast.parse("".join(linecache.getlines(file))))
-    except SyntaxError:  # no source
-        return {}
+    found.visit(_tree(file))
     return found.required
 
 
