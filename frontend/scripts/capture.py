@@ -31,6 +31,7 @@ from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
 from echograph.frontend.scripts.checks import findings, never_asked
 from echograph.frontend.scripts.collectives import Communication
+from echograph.frontend.scripts.held import memory_roots, release
 from echograph.frontend.scripts.host_work import WORK, HostPrice, wait_for_value, wait_for_work
 from echograph.frontend.scripts.launches import Launch, beside
 from echograph.frontend.scripts.read_once import read_once
@@ -46,7 +47,7 @@ from echograph.frontend.scripts.recorder import (
     PassingRecorder,
 )
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
-from echograph.frontend.scripts.streams import AFTER, STREAM
+from echograph.frontend.scripts.streams import AFTER, COMPUTE, STREAM
 from echograph.frontend.scripts.world import Shared, World, differing
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.columns import NONE
@@ -311,7 +312,7 @@ class _Rank(GraphLowering):
         self._reached: dict[Node, int] = {}
         self._communicated: list[int] = []
         self._labels: dict[tuple[str, str], str] = {}
-        root = _roots(run.recorder.graph)
+        root = memory_roots(run.recorder.graph, COMMUNICATION)
         _settle_messages(run.recorder.graph, root)
         self._outliving = _outliving(run.recorder.graph, root)
         self._parts_outliving = {node.args for node in self._outliving if is_getitem(node)}
@@ -382,6 +383,8 @@ class _Rank(GraphLowering):
             self._wait(node)
         elif node.target is wait_for_work:
             self._wait_for_work(node)
+        elif node.target is release:
+            self._release(node)
         elif COMMUNICATION in node.meta and node.target is not operator.getitem:
             self._communicate(node)
         elif node not in self._left_out:
@@ -389,7 +392,7 @@ class _Rank(GraphLowering):
         # A processor launches nothing: what an operator does there is all in the call of it.
         if (
             self._gpus
-            and node.target not in _WAITS
+            and node.target not in _NO_CALLS
             and COMMUNICATION not in node.meta
             and node not in self._left_out
         ):
@@ -444,6 +447,14 @@ class _Rank(GraphLowering):
             common = {"phase": PHASES[node.meta[PHASE]], "module": node.meta[MODULE]}
             self.made[node] = [self.builder.host("synchronize", deps=sorted(deps), **common)]
 
+    def _release(self, node: Node) -> None:
+        """The script lets go of memory that it held."""
+        phase, module, stream = PHASES[node.meta[PHASE]], node.meta[MODULE], self.builder.stream(COMPUTE)
+        inputs = self.present(node.all_input_nodes)
+        self.made[node] = [
+            self.builder.compute("release", phase=phase, module=module, stream=stream, inputs=inputs)
+        ]
+
     def operation(self, node: Node, **fields: Any) -> int:
         """A kernel, or a copy between host and device."""
         direction = node.meta.get(COPY)
@@ -462,13 +473,13 @@ class _Rank(GraphLowering):
         # Of several operations of a node, the first one waits for all.
         awaited = () if node in self.made else node.meta.get(AFTER, ())
         deps = {self._reached[n] for n in awaited if n in self._reached}
-        stream = self.builder.stream(node.meta.get(STREAM) or "compute")
+        stream = self.builder.stream(node.meta.get(STREAM) or COMPUTE)
         return {"deps": sorted(deps.union(self.earlier_writes(inputs))), "stream": stream}
 
     def _launch(self, node: Node, launch: Launch) -> None:
         """A kernel beside the one of a call."""
         phase, module = PHASES[node.meta[PHASE]], node.meta[MODULE]
-        stream = self.builder.stream(node.meta.get(STREAM) or "compute")
+        stream = self.builder.stream(node.meta.get(STREAM) or COMPUTE)
         row = self.builder.compute(
             launch.operator, phase=phase, module=module, stream=stream, bytes_read=launch.bytes_read,
             bytes_written=launch.bytes_written, durations=self._issued,
@@ -585,17 +596,6 @@ def _has_single_ranks(graph: Graph) -> bool:
     return any(len(n.meta[COMMUNICATION].ranks) == 1 for n in graph.nodes if COMMUNICATION in n.meta)
 
 
-def _roots(graph: Graph) -> dict[Node, Node]:
-    """Of each node, the one that made the memory that it lies in."""
-    root: dict[Node, Node] = {}
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        same = bool(inputs) and (is_view(node) or is_in_place(node)) and COMMUNICATION not in node.meta
-        picked = is_getitem(node) and is_view(inputs[0])
-        root[node] = root[inputs[0]] if same or picked else node
-    return root
-
-
 def _settle_messages(graph: Graph, root: Mapping[Node, Node]) -> None:
     """A message is of the micro-batch that makes or takes what it carries, if one alone does.
 
@@ -630,7 +630,7 @@ def _outliving(graph: Graph, root: Mapping[Node, Node]) -> set[Node]:
     return {node for node in root if len(users.get(root[node], ())) > 1}
 
 
-_WAITS = (wait_for_value, wait_for_work)
+_NO_CALLS = (wait_for_value, wait_for_work, release)
 
 
 def _shown(ranks: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.multiprocessing import reductions
 from torch.optim import Optimizer
 
 from echograph.frontend.pytorch import annotate
@@ -81,6 +82,7 @@ class LivingTensors:
         self._known: dict[int, tuple[str, str, SharingGroups, Any]] = {}
         self._divided: dict[int, tuple[Tensor, SharingGroups, int]] = {}
         self._nodes: dict[int, tuple[Node, Any]] = {}
+        self._fresh: dict[int, tuple[Node, Any]] = {}
         self._names: dict[int, str] = {}
         self._lies: dict[Node, int] = {}
         self._renewed: dict[int, tuple[Node | None, Any]] = {}
@@ -141,7 +143,7 @@ class LivingTensors:
 
     def forget_step(self) -> None:
         """What a step did that is not recorded after all: no node stands for anything."""
-        for known in (self._known, self._nodes, self._lies, self._renewed, self._kept):
+        for known in (self._known, self._nodes, self._fresh, self._lies, self._renewed, self._kept):
             known.clear()
         self._unknown = 0
 
@@ -237,13 +239,22 @@ class LivingTensors:
         storage = _storage(tensor if of is None else of)
         if storage is not None:
             self._lies.setdefault(node, storage._cdata)
-            self._nodes.setdefault(storage._cdata, (node, storage))
+            if storage._cdata not in self._nodes:
+                # Not held, so that it lives as long as in the script; no other takes its address.
+                weak: Any = reductions.StorageWeakRef
+                self._nodes[storage._cdata] = self._fresh[storage._cdata] = node, weak(storage)
+
+    def living(self) -> list[Node]:
+        """The nodes that made memory of the step which is still there: somebody holds a tensor that lies in it."""
+        self._fresh = {key: found for key, found in self._fresh.items() if not found[1].expired()}
+        return [node for key, (node, _) in self._fresh.items() if key not in self._renewed]
 
     def renew(self, storage: Any, last: Node | None) -> None:
         """Memory that was given back is taken again, after the last node so far: it holds something else now."""
         key = storage._cdata
         self._known.pop(key, None)
         self._nodes.pop(key, None)
+        self._fresh.pop(key, None)
         self._renewed[key] = last, storage
 
     def is_renewed(self, tensor: Tensor) -> bool:

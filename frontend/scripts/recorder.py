@@ -65,10 +65,11 @@ from echograph.frontend.pytorch.shapes import Results, Shapes
 from echograph.frontend.scripts import places
 from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communication_of
 from echograph.frontend.scripts.found import found
+from echograph.frontend.scripts.held import memory_roots, write_releases
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.micro_batches import BACKWARD_PASS, micro_batches
 from echograph.frontend.scripts.samples import samples_read
-from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream, forget_issued
+from echograph.frontend.scripts.streams import AFTER, COMPUTE, STREAM, CapturedStream, forget_issued
 from echograph.frontend.scripts.values import answer, line_of_script
 from echograph.frontend.scripts.world import NO_GPU
 from echograph.ir.graph import BETWEEN_STEPS
@@ -341,6 +342,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._layouts: dict[tuple[Any, ...], Tensor] = {}
         self.kept: set[int] = set()
         self._without_gradients: list[str] = []
+        self._living: list[tuple[Node, list[Node]]] = []
         self._moves, self._learnt = moves, False
 
     # -- what adapters say -----------------------------------------------------------------------------------
@@ -542,6 +544,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
                 if self._recording and before != BACKWARD:
                     with self.pausing():
                         self._mark_gradients()
+                    self._take_living()
 
         return backward
 
@@ -567,6 +570,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.graph, self._first_call = Graph(), None
         self.memory.forget_step()
         forget_issued()
+        self._living.clear()
         of_regions = self._backward_of, self._forward_of, self._seen
         for known in (self._handles, self._works, self._by_sequence, *of_regions):
             known.clear()
@@ -645,6 +649,28 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         if len(without) < len(held):
             self.ungraded += [name for p, name in self.memory.parameters() if id(p) in without and p.numel()]
 
+    def _take_living(self) -> None:
+        """What the step made and somebody still holds, a backward pass over."""
+        last = next(iter(reversed(self.graph.nodes)), None)
+        if last is not None and last.op == "call_function":
+            self._living.append((last, self.memory.living()))
+
+    def _write_releases(self) -> None:
+        """Of what micro-batches made and hold, their backward pass over; communications hold what is theirs."""
+        given = {read for n in self.graph.nodes if COMMUNICATION in n.meta for read in (n, *n.all_input_nodes)}
+        roots = memory_roots(self.graph, COMMUNICATION)
+        apart = {roots[node] for node in given}
+        held = []
+        for last, living in self._living:
+            number = last.meta.get(MICRO_BATCH)
+            held.append((last, [n for n in living if self._is_held(n, number) and roots[n] not in apart]))
+        write_releases(self.graph, held, roots, (PHASE, MODULE, MICRO_BATCH, CHUNK))
+
+    @staticmethod
+    def _is_held(node: Node, micro_batch: int | None) -> bool:
+        made = node.op == "call_function" and annotate.GRADIENT_OF not in node.meta
+        return made and node.meta.get(STREAM) == COMPUTE and node.meta.get(MICRO_BATCH) == micro_batch is not None
+
     def _mark_gradients(self) -> None:
         for parameter, name in self.memory.parameters():
             gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
@@ -663,6 +689,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             for node, number in micro_batches(self.graph).items():
                 node.meta[MICRO_BATCH] = number
         link_sums(self.graph)
+        self._write_releases()
         self._take_held()
         self._count_samples()
         if passes := self._without_gradients:
@@ -697,6 +724,11 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             found = self._layouts.get(layout)
             if found is None:
                 found = self._layouts[layout] = super()._snapshot(tensor)
+                with torch._C._DisableTorchDispatch():
+                    # Of memory of its own: a layout is known longer than its first tensor lives.
+                    memory: Any = torch.UntypedStorage
+                    apart = memory(found.untyped_storage().nbytes(), device="meta")
+                    found.set_(apart, found.storage_offset(), found.shape, found.stride())
         return found
 
     def __torch_dispatch__(

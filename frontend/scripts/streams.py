@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
+COMPUTE = "compute"
+"""Name of the stream that calls are issued to where nobody says another."""
 STREAM = "stream"
 AFTER = "after"
 """Of nodes: the stream that a call is issued to, and the call nodes that this stream had waited for."""
@@ -93,7 +95,7 @@ class CapturedStream:
     @property
     def name(self) -> str:
         """As the graph names it."""
-        return f"compute.{self.number}" if self.number else "compute"
+        return f"{COMPUTE}.{self.number}" if self.number else COMPUTE
 
     @property
     def reached(self) -> frozenset[Any]:
