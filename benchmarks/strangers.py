@@ -73,6 +73,7 @@ def command(row: dict[str, Any], data: Path, output: Path) -> list[str]:
     decided = [part for line in row.get("decide", ()) for part in ("--decide", line)]
     arguments = [part.format(data=data) for part in (*row["arguments"], *row.get("more", ()))]
     ranks = ["--world-size", str(row["ranks"])]
+    ranks += ["--local-size", str(row["local-size"])] if "local-size" in row else []
     step = ["--step", str(row["step"])] if "step" in row else []
     framework = row.get("framework", "torch")
     made = [
@@ -83,8 +84,8 @@ def command(row: dict[str, Any], data: Path, output: Path) -> list[str]:
     return ["capture", framework, *asked, "--json", "-o", str(output), "--", *arguments]
 
 
-def capture(row: dict[str, Any], folder: Path) -> Outcome:
-    """Captures a script in a process of its own."""
+def capture(row: dict[str, Any], folder: Path, output: Path | None = None) -> Outcome:
+    """Captures a script in a process of its own; the graph is kept where `output` says so."""
     at = folder / clone(row) / row.get("folder", "")
     own = folder / row.get("python", "") / "bin" / "python"
     python = str(own) if "python" in row and own.is_file() else sys.executable
@@ -93,7 +94,7 @@ def capture(row: dict[str, Any], folder: Path) -> Outcome:
     known = {"data": folder / "data", "path": os.environ.get("PYTHONPATH", "")}
     set_there = {name: value.format(**known) for name, value in row.get("environment", {}).items()}
     with tempfile.TemporaryDirectory() as made:
-        asked = command(row, folder / "data", Path(made) / "job.pb")
+        asked = command(row, folder / "data", output or Path(made) / "job.pb")
         told, errors = Path(made) / "told", Path(made) / "errors"
         with told.open("w") as out, errors.open("w") as err:
             process = subprocess.Popen(

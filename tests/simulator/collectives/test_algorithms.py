@@ -313,11 +313,14 @@ def test_more_ranks_of_a_node_never_take_less_save_by_nvls_or_more_links(
     assert "nvls" in (few.algorithm, many.algorithm) or few.seconds <= many.seconds * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("name", ["mi300x-node", "mi325x-node"])
-def test_each_pair_of_a_mesh_has_one_link(name: str) -> None:
-    """A GPU of a group of n reaches the others over n - 1 links."""
-    fabric = load_cluster(name).node_fabric
-    assert [fabric.bytes_per_s(ranks) for ranks in range(2, 9)] == [48e9 * links for links in range(1, 8)]
+@pytest.mark.parametrize("name", ["mi300x-node", "mi325x-node", "alps-gh200"])
+def test_a_gpu_of_a_mesh_reaches_its_group_over_a_link_to_each(name: str) -> None:
+    cluster = load_cluster(name)
+    fabric = cluster.node_fabric
+    pair, of_links = fabric.bytes_per_s(2), cluster.nvlink_bytes_per_s / (cluster.domain_gpus - 1)
+    groups = range(2, cluster.domain_gpus + 1)
+    assert [fabric.bytes_per_s(ranks) for ranks in groups] == pytest.approx([pair * (n - 1) for n in groups])
+    assert max(pair, fabric.peer.bytes_per_s) < of_links
 
 
 @given(cluster=presets, kind=kinds, values=st.lists(sizes, min_size=1, max_size=5), ranks=st.integers(1, 600))

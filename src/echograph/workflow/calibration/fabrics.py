@@ -60,6 +60,7 @@ class FabricRecipe:
         hold_out: whether rows are held out.
         unseen: error by collective on rows of other tables, which no fit has seen; tests work it out again.
         assumed_error: as in `Origin`.
+        in_pairs: whether each two GPUs of a node are joined by links of their own, without a switch.
     """
 
     fabric: str
@@ -74,6 +75,7 @@ class FabricRecipe:
     hold_out: bool = True
     unseen: Mapping[str, float] = field(default_factory=dict)
     assumed_error: float = ASSUMED_ERROR
+    in_pairs: bool = False
 
 
 def _cost(base: float, hop: float, efficiency: float) -> dict[str, float]:
@@ -287,9 +289,11 @@ RECIPES = (
         start=lambda: node_start(("nvlink", 450), {4: 340}),
         source="nccl-tests of boeschf/nccl-benchmark-on-alps-2025, all_reduce, 4 GH200 of a node, fp32, "
         "NCCL 2.23.4",
-        note="Only all_reduce on four GPUs is measured; point-to-point traffic is its start, unfitted.",
+        note="Only all_reduce on four GPUs is measured; point-to-point traffic is its start, unfitted. A group of "
+        "n GPUs has the links of n - 1 pairs a GPU.",
         origin="partly assumed",
         fixed=("peer",),
+        in_pairs=True,
     ),
     FabricRecipe(
         fabric="slingshot11",
@@ -377,7 +381,18 @@ def document(
     }
     rounded = {name: float(f"{value:.4g}") for name, value in made.parameters.items()}
     content = _calibration(recipe, rows).document(rounded)
+    if recipe.in_pairs:
+        content |= _in_pairs(content)
     return content | {"about": content["about"] | about | {"date": date}}, error
+
+
+def _in_pairs(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Bandwidths of smaller groups than the one that was measured, as links of pairs give them."""
+    (whole,), peer = content["levels"], content["peer"]
+    pair = whole["bandwidth_GBps"] / (whole["ranks"] - 1)
+    levels = [{"ranks": n, "bandwidth_GBps": float(f"{(n - 1) * pair:.4g}")} for n in range(2, whole["ranks"] + 1)]
+    to_one = float(f"{peer['bandwidth_GBps'] / (whole['ranks'] - 1):.4g}")
+    return {"levels": levels, "peer": peer | {"bandwidth_GBps": to_one}}
 
 
 MIN_ROWS = 8
