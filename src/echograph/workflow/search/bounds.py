@@ -300,8 +300,8 @@ class Bounds:
     def _as_captured(self, micro_batch: int, recompute: str) -> StepBytes:
         """What the captured step holds for a whole micro-batch.
 
-        Of each tensor at most one dim is in proportion to the samples, so from two on, where every step has the same
-        operations, bytes are a straight line, which two steps say.
+        Of each tensor at most one dim is in proportion to the samples, so from two on, where every step has the
+        same operations, bytes are a straight line, which two steps say.
         """
         key = micro_batch, recompute
         if key not in self._held:
@@ -538,8 +538,8 @@ class _EndStage:
 
 @lru_cache(16384)
 def _end_stage(
-    held: StepBytes, chunks: _StageChunks, schedule: str, stage: int, stages: int, micro_batches: int, of_each: int,
-    until_end: bool,
+    held: StepBytes, chunks: _StageChunks, schedule: str, stage: int, stages: int, micro_batches: int,
+    of_each: int, until_end: bool,
 ) -> _EndStage:  # fmt: skip
     whole = chunks.of(held.before)[:, stage]
     points = _points(schedule, stage, stages, micro_batches, of_each, until_end)
