@@ -510,7 +510,7 @@ def _memory_bytes(held: StepBytes, share: Shares, plan: Plan, micro_batches: int
     for end in (0, plan.pp - 1):
         # Without a pipeline micro-batches follow each other, as on a stage that has none behind it.
         its = _end_stage(held, stages, schedule, end, plan.pp, micro_batches, plan.vpp, not _adds_whole(plan))
-        alive = float((its.gradients * share[2] + its.kept * share[3]).max())
+        alive = max([made * share[2] + kept * share[3] for made, kept in its.alive])
         fullest = max(fullest, its.parameters * share[0] + its.states * share[1] + alive)
     return fullest
 
@@ -526,14 +526,12 @@ class _EndStage:
     Attributes:
         parameters: all the time.
         states: of the optimizer, all the time.
-        gradients: at each of its points.
-        kept: activations, at each of them.
+        alive: gradients and activations at its points, without those that have no more of either than another.
     """
 
     parameters: float
     states: float
-    gradients: Float64
-    kept: Float64
+    alive: list[tuple[float, float]]
 
 
 @lru_cache(16384)
@@ -543,11 +541,14 @@ def _end_stage(
 ) -> _EndStage:  # fmt: skip
     whole = chunks.of(held.before)[:, stage]
     points = _points(schedule, stage, stages, micro_batches, of_each, until_end)
+    made, kept = points[:, :of_each] @ whole[2], points[:, of_each:] @ whole[3]
+    order = np.lexsort((-kept, -made))
+    most = np.maximum.accumulate(kept[order])
+    front = order[np.append(True, most[1:] > most[:-1])]
     return _EndStage(
         parameters=float(whole[0].sum()),
         states=float(whole[1].sum()),
-        gradients=points[:, :of_each] @ whole[2],
-        kept=points[:, of_each:] @ whole[3],
+        alive=list(zip(made[front].tolist(), kept[front].tolist(), strict=True)),
     )
 
 
