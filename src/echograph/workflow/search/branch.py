@@ -49,6 +49,8 @@ _PLAIN = Scenario()
 _NONE: Mapping[str, tuple[Any, ...]] = {}
 TOP = 10
 MOST_REASONS = 3
+OTHERS = 4
+"""So many steps of a rank are bounded for each plan that is predicted ahead and cannot be the first, at least."""
 _IN_ORDER = ("recompute", "tp", "sequence_parallel", "cp", "ep")
 """Of a plan, behind its micro-batch: what the passes of a step depend on, in their order (`plan.passes`)."""
 ONE_SAMPLE = (
@@ -671,16 +673,16 @@ class _Search:
     def _dive(self) -> PlanPoint | None:
         """The plan that may be the fastest of those that are likely to fit: its step, or once that is known, all.
 
+        Where none can be faster than the best, one that may be among them.
         Bounds of memory are far below what plans need, and the fastest plans are the fullest. So how much one may
         need by its bound is found by bisection, between those that were predicted ahead.
         """
-        faster = [entry for entry in self.left if entry[0] < self.fastest]
-        least = self.fits_bytes or min((self.needs[number] for _, _, number, _ in faster), default=inf)
+        among = [entry for entry in self.left if entry[0] < self.last]
+        least = self.fits_bytes or min((self.needs[number] for _, _, number, _ in among), default=inf)
         most = (least + self.too_large_bytes) / 2
-        likely = [entry for entry in faster if self.needs[entry[2]] <= most]
-        if not likely:
+        entry = min((entry for entry in among if self.needs[entry[2]] <= most), default=None)
+        if entry is None or (entry[0] >= self.fastest and OTHERS * self.dives >= self.learned):
             return None
-        entry = min(likely)
         self.left.remove(entry)
         heapq.heapify(self.left)
         self.asked[entry[2]], _, self.diving, plan = entry
