@@ -125,6 +125,7 @@ class Bounds:
         self._shared, self._costs = steps or SharedSteps(graph), KnownCosts()
         self._steps: dict[Hashable, StepCost | EchoError] = {}
         self._stages: dict[Hashable, _Stages] = {}
+        self._layers: dict[Hashable, Float64] = {}
         self._held: dict[tuple[int, str], StepBytes] = {}
         self._flops: dict[str, StepCost] = {}
         self._products: dict[Hashable, float] = {}
@@ -181,7 +182,7 @@ class Bounds:
     def _step_ps(self, plan: Plan, gpus: int) -> float:
         cost, count = self.step(plan), self._micro_batches(plan, gpus)
         pipeline = plan.pp, plan.vpp, schedule_of(plan), plan.stage_layers, _in_pairs(plan)
-        key = of_step(plan), pipeline, plan.zero, count
+        key = cost, pipeline, _additions(plan, count), plan.zero == 0, count
         if key not in self._stages:
             self._stages[key] = _Stages.of(cost, plan, count)
         sent = self._communication(cost, plan, gpus, count)
@@ -235,20 +236,21 @@ class Bounds:
 
     def _of_layers(self, cost: StepCost, plan: Plan, stages: _StageChunks, ranks: range, count: int) -> _Exchange:
         """What is exchanged layer by layer, with ZeRO-3."""
-        parameters, _, gradients, _ = np.diff(cost.held.before)
-        if plan.stack and load_stack(plan.stack).reduce_dtype in ("bf16", "fp16"):
-            gradients = gradients / 2
-        gather, reduce = (
-            self._takes_ps("all_gather", parameters, ranks),
-            self._takes_ps("reduce_scatter", gradients, ranks),
-        )
+        narrow = bool(plan.stack) and load_stack(plan.stack).reduce_dtype in ("bf16", "fp16")
+        if (key := (cost, ranks, narrow)) not in self._layers:
+            parameters, _, gradients, _ = np.diff(cost.held.before)
+            takes = (
+                self._takes_ps("all_gather", parameters, ranks),
+                self._takes_ps("reduce_scatter", gradients / 2 if narrow else gradients, ranks),
+            )
+            self._layers[key] = np.stack([np.append(0.0, np.cumsum(column)) for column in takes])
+        before = self._layers[key]
         none = np.zeros(plan.pp)
         if plan.pp == 1:
             often = count * (1 if plan.reshard_after_forward is False else 2)
-            return _Exchange(none, none, often * float(gather.sum()) + count * float(reduce.sum()))
+            return _Exchange(none, none, float(often * before[0, -1] + count * before[1, -1]))
         # The first two layers of a chunk may be gathered before there is anything to compute; each of the others
         # behind the one before, while that is waited for.
-        before = np.stack([np.append(0.0, np.cumsum(column)) for column in (gather, reduce)])
         least = np.minimum(stages.first + 2, stages.end)
         alone = before[0][stages.end] - before[0][least]
         forward = np.append(0.0, np.cumsum(cost.forward.whole_ps(waits=True)))
