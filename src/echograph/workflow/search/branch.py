@@ -51,6 +51,8 @@ TOP = 10
 MOST_REASONS = 3
 OTHERS = 4
 """So many steps of a rank are bounded for each plan that is predicted ahead and cannot be the first, at least."""
+AT_ONCE = 1024
+"""So many plans that differ least from the best are looked through for those whose step of a rank is known."""
 _IN_ORDER = ("recompute", "tp", "sequence_parallel", "cp", "ep")
 """Of a plan, behind its micro-batch: what the passes of a step depend on, in their order (`plan.passes`)."""
 ONE_SAMPLE = (
@@ -661,7 +663,10 @@ class _Search:
         if best is None or self.differences is None:
             return None
         if best != self.around:
-            self.around, self.nearby = best, self.differences.nearest(best)
+            near = [*self.differences.nearest(best)]
+            # What costs nothing comes first.
+            near[:AT_ONCE] = sorted(near[:AT_ONCE], key=lambda entry: not self.bounds.knows(entry[3]))
+            self.around, self.nearby = best, iter(near)
         for least, _, number, plan in self.nearby:
             if number in self.reached or number in self.asked or number in self.needs or least >= self.fastest:
                 continue
