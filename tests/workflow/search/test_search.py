@@ -206,7 +206,7 @@ def test_a_search_with_a_time_predicts_before_all_plans_are_bounded(
     over = SMALL | {"micro_batch": (1, 2)}
     found = search(dense, BASE, over=over, front=False, time_s=3600.0)
     assert found.ended == "interrupt" and found.best
-    assert asked[:4] == ["bound", "step"] * 2
+    assert asked[:4] == ["bound", "step", "bound", "whole"]
     asked.clear()
     assert not search(dense, BASE, over=over, front=False).best
     assert asked == ["bound"] * 4

@@ -51,6 +51,8 @@ TOP = 10
 MOST_REASONS = 3
 OTHERS = 4
 """So many steps of a rank are bounded for each plan that is predicted ahead and cannot be the first, at least."""
+WHOLE = 4
+"""Of so many plans that are predicted ahead, one is predicted with its memory, at least."""
 AT_ONCE = 1024
 """So many plans that differ least from the best are looked through for those whose step of a rank is known."""
 _IN_ORDER = ("recompute", "tp", "sequence_parallel", "cp", "ep")
@@ -678,14 +680,19 @@ class _Search:
     def _dive(self) -> PlanPoint | None:
         """The plan that may be the fastest of those that are likely to fit: its step, or once that is known, all.
 
-        Where none can be faster than the best, one that may be among them.
+        Where none can be faster than the best, one that may be among them. Every fourth is one whose step is
+        known, since what fits rules out others.
+
         Bounds of memory are far below what plans need, and the fastest plans are the fullest. So how much one may
         need by its bound is found by bisection, between those that were predicted ahead.
         """
         among = [entry for entry in self.left if entry[0] < self.last]
         least = self.fits_bytes or min((self.needs[number] for _, _, number, _ in among), default=inf)
         most = (least + self.too_large_bytes) / 2
-        entry = min((entry for entry in among if self.needs[entry[2]] <= most), default=None)
+        likely = [entry for entry in among if self.needs[entry[2]] <= most]
+        if self.dives % WHOLE == 1:
+            likely = [entry for entry in likely if entry[2] in self.steps] or likely
+        entry = min(likely, default=None)
         if entry is None or (entry[0] >= self.fastest and OTHERS * self.dives >= self.learned):
             return None
         self.left.remove(entry)
