@@ -653,7 +653,8 @@ class _Search:
 
     def _out_of_turn(self) -> PlanPoint | None:
         """A plan that may be the fastest, to predict; or, every other time, one like the best to bound."""
-        if self.dives < self.learned and self.diving == NONE and (point := self._dive()) is not None:
+        may = self.diving == NONE and (self.dives < self.learned or not self.loose)
+        if may and (point := self._dive()) is not None:
             self.dives += 1
             return point
         self.aside = not self.aside
@@ -681,7 +682,7 @@ class _Search:
         """The plan that may be the fastest of those that are likely to fit: its step, or once that is known, all.
 
         Where none can be faster than the best, one that may be among them. Every fourth is one whose step is
-        known, since what fits rules out others.
+        known, since what fits rules out others: where none of these is likely to fit, the one that needs least.
 
         Bounds of memory are far below what plans need, and the fastest plans are the fullest. So how much one may
         need by its bound is found by bisection, between those that were predicted ahead.
@@ -690,9 +691,11 @@ class _Search:
         least = self.fits_bytes or min((self.needs[number] for _, _, number, _ in among), default=inf)
         most = (least + self.too_large_bytes) / 2
         likely = [entry for entry in among if self.needs[entry[2]] <= most]
-        if self.dives % WHOLE == 1:
-            likely = [entry for entry in likely if entry[2] in self.steps] or likely
         entry = min(likely, default=None)
+        if self.dives % WHOLE == 1:
+            known = [entry for entry in among if entry[2] in self.steps and entry[0] < self.fastest]
+            surest = min(known, key=lambda entry: self.needs[entry[2]], default=entry)
+            entry = min((entry for entry in likely if entry[2] in self.steps), default=surest)
         if entry is None or (entry[0] >= self.fastest and OTHERS * self.dives >= self.learned):
             return None
         self.left.remove(entry)
