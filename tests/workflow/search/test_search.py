@@ -300,6 +300,7 @@ def test_plans_are_near_the_best_that_differ_in_little(dense: StepGraph) -> None
     assert [number for *_, number, _ in other] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_what_is_like_the_best_is_bounded_out_of_turn(dense: StepGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plan is taken once, whichever way it is reached: in the end the counts are those of the space."""
     asked, beside = [], branch._Search._beside_best
