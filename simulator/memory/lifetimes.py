@@ -498,15 +498,20 @@ class Lifetimes:
     def _extend(self, sequence: tuple[int, ...], unique: Int64, freed: Int64, freed_at: Int64) -> None:
         """Moves the end of what is freed later than after its last reader."""
         places = [self._keys[number] for number in sequence]
+        calls = np.array(places, np.int64).reshape(-1, 4)
         for block, begin, end, instance in dict.fromkeys(places):
-            for deferred in self.allocations.deferred_frees.get(block, ()):
+            all_deferred = self.allocations.deferred_frees.get(block, ())
+            if not all_deferred:
+                continue
+            its = np.flatnonzero((calls[:, 0] == block) & (calls[:, 3] == instance))
+            firsts, lasts = calls[its, 1], calls[its, 2]
+            for deferred in all_deferred:
                 if not begin <= deferred.op < end:
                     continue
                 users = np.searchsorted(unique, self.allocations.of_tensors(block, instance, deferred.users))
                 ends = list(zip(freed[users].tolist(), freed_at[users].tolist(), strict=True))
-                for position, (other, first, last, which) in enumerate(places):
-                    if (other, which) == (block, instance) and first <= deferred.before < last:
-                        ends.append((position, deferred.before - first - 1))
+                runs = np.flatnonzero((firsts <= deferred.before) & (deferred.before < lasts)).tolist()
+                ends += [(int(its[at]), deferred.before - int(firsts[at]) - 1) for at in runs[-1:]]
                 buffer = self.allocations.buffer_of(block, instance, deferred.op)
                 moved = np.searchsorted(unique, buffer) if deferred.buffer else users
                 freed[moved], freed_at[moved] = max(ends)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from random import Random
 
+import numpy as np
 import pytest
 
 from echograph.errors import EchoError, PlanError
@@ -139,6 +140,35 @@ def test_the_second_bound_counts_the_bubble(dense: StepGraph) -> None:
     own_ps = float((cost.forward.kernels_ps + cost.backward.kernels_ps)[2:].sum()) / 8
     assert few >= own_ps + first_layer_ps
     assert few > 1.02 * many
+
+
+def test_the_first_bound_counts_the_bubble_and_what_is_computed_again(dense: StepGraph) -> None:
+    """Of products alone: stages of two layers send theirs once the first of these is through, or later."""
+    bounds = Bounds(dense, _system("dgx-h100"), Scenario())
+    base = Plan(gpus=8, zero=1, micro_batch=2, global_batch=16)
+    alone = bounds.first(base, 8).step_ps
+    assert alone > 0
+    assert bounds.first(replace(base, tp=2, cp=2), 8).step_ps == pytest.approx(alone)
+    staged = bounds.first(replace(base, pp=2), 8).step_ps
+    assert 1.05 * alone < staged < 1.5 * alone
+    assert bounds.first(replace(base, pp=2, global_batch=16 * 256), 8).step_ps < 256 * alone * 1.2
+    again = bounds.first(replace(base, recompute="full"), 8).step_ps
+    assert 1.1 * alone < again < 4 / 3 * alone
+    # Unless it ends early, or as software does it.
+    assert bounds.first(replace(base, recompute="full", recompute_early_stop=True), 8).step_ps == alone
+
+
+@pytest.mark.parametrize("graph", ["dense", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.slow), "full"])
+def test_what_a_captured_step_holds_grows_with_its_samples(
+    graph: str, recompute: str, request: pytest.FixtureRequest
+) -> None:
+    """Two steps say it of all others, to the byte."""
+    bounds = Bounds(request.getfixturevalue(graph), _system("dgx-h100"), Scenario())
+    for size in (1, 3, 6, 1024):
+        made, asked = (which(size, recompute) for which in (bounds._held_by, bounds._as_captured))
+        assert np.array_equal(np.round(asked.before), made.before)
+        assert np.array_equal(np.round(asked.rest), made.rest)
 
 
 @pytest.mark.parametrize("pp", [1, 2])

@@ -2,8 +2,8 @@
 
 Two of them, the second tighter and dearer; a search asks for it only where the first does not decide.
 
-- `Bounds.first`, from the captured step alone: the FLOPs of its products over all GPUs at the device's peak, and
-  bytes of the step before anything is divided, as if ranks could share all of it.
+- `Bounds.first`, from the captured step alone: the FLOPs of its products at the device's peak, with those that are
+  computed again and the bubble of the pipeline, and bytes of the step, both as if ranks could share all of it.
 - `Bounds.second`, from the step of one rank (`step_cost`), which plans share that differ in their pipeline and
   their data parallelism alone.
 
@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from operator import attrgetter
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from echograph.ir.columns import Float64, Int64
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.base import split_at_job
 from echograph.ir.passes.pipeline.schedules import TURNING, ChunkOrder, order
-from echograph.ir.types import Gemm, OpKind, Phase
+from echograph.ir.types import Gemm, OpKind
 from echograph.models.stacks import load_stack
 from echograph.profiler.costs.estimate import DTYPE_NAMES, KnownCosts
 from echograph.simulator.collectives import CollectiveName
@@ -43,7 +44,7 @@ from echograph.simulator.durations import NetworkModel
 from echograph.units import PS_PER_S
 from echograph.workflow.plan import Plan, passes, schedule_of, with_stack
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.search.step_cost import StepBytes, StepCost, held_bytes, step_cost
+from echograph.workflow.search.step_cost import StepBytes, StepCost, held_bytes, products_cost, step_cost
 from echograph.workflow.shared import SharedSteps
 from echograph.workflow.system import System, runtime_of
 
@@ -57,7 +58,7 @@ _FULL_AT_ONCE = ("1f1b", "interleaved", "zb-h1")
 
 
 _USUAL = Plan()
-_MAKES_SMALLER = frozenset({"stack", "precision", "loss", "capacity_factor", "grad_dtype"})
+_MAKES_SMALLER = ("stack", "precision", "loss", "capacity_factor", "grad_dtype")
 """Fields of a plan by which a forward pass may leave less for the backward pass than it does as it was
 captured."""
 _NOT_OF_STEP = frozenset(
@@ -124,7 +125,10 @@ class Bounds:
         self._shared, self._costs = steps or SharedSteps(graph), KnownCosts()
         self._steps: dict[Hashable, StepCost | EchoError] = {}
         self._stages: dict[Hashable, _Stages] = {}
+        self._layers: dict[Hashable, Float64] = {}
         self._held: dict[tuple[int, str], StepBytes] = {}
+        self._flops: dict[str, StepCost] = {}
+        self._products: dict[Hashable, float] = {}
 
     def first(self, plan: Plan, gpus: int) -> PlanBound:
         """A bound from the captured step, without the passes that share it among ranks.
@@ -136,13 +140,22 @@ class Bounds:
         Raises:
             PlanError: its schedule cannot run so many micro-batches.
         """
-        flops = 0.0 if plan.capacity_factor is not None else self._flops * (plan.global_batch or 0)
-        rate = self._rate(plan.precision) * gpus
-        held, count = self._as_captured(self._micro_batch(plan), plan.recompute), self._micro_batches(plan, gpus)
+        micro_batch, count, schedule = self._micro_batch(plan), self._micro_batches(plan, gpus), schedule_of(plan)
+        rate, held = self._rate(plan.precision), self._as_captured(micro_batch, plan.recompute)
+        seconds = 0.0
+        if rate and plan.capacity_factor is None:
+            again = "none" if plan.recompute_early_stop is not None or plan.stack else plan.recompute
+            key = again, plan.pp, plan.vpp, schedule, plan.stage_layers, _in_pairs(plan), count
+            if key not in self._products:
+                none = np.zeros(plan.pp)
+                stages = _Stages.of(self._of_products(again), plan, count)
+                self._products[key] = stages.step_ps(_Exchange(none, none, 0.0))
+            # One tensor- and context-parallel rank's part of what a sample takes.
+            seconds = self._products[key] * micro_batch / (plan.tp * plan.cp * rate)
         return PlanBound(
-            step_ps=self.shorter * PS_PER_S * flops / rate if rate else 0.0,
+            step_ps=self.shorter * PS_PER_S * seconds,
             memory_bytes=self._beside(plan, gpus)
-            + _memory_bytes(held, _of_ranks(plan) * _of_replicas(plan, gpus), plan, count),
+            + _memory_bytes(held, _both(_of_ranks(plan), _of_replicas(plan, gpus)), plan, count),
         )
 
     def second(self, plan: Plan, gpus: int) -> PlanBound:
@@ -169,7 +182,7 @@ class Bounds:
     def _step_ps(self, plan: Plan, gpus: int) -> float:
         cost, count = self.step(plan), self._micro_batches(plan, gpus)
         pipeline = plan.pp, plan.vpp, schedule_of(plan), plan.stage_layers, _in_pairs(plan)
-        key = of_step(plan), pipeline, plan.zero, count
+        key = cost, pipeline, _additions(plan, count), plan.zero == 0, count
         if key not in self._stages:
             self._stages[key] = _Stages.of(cost, plan, count)
         sent = self._communication(cost, plan, gpus, count)
@@ -223,20 +236,21 @@ class Bounds:
 
     def _of_layers(self, cost: StepCost, plan: Plan, stages: _StageChunks, ranks: range, count: int) -> _Exchange:
         """What is exchanged layer by layer, with ZeRO-3."""
-        parameters, _, gradients, _ = np.diff(cost.held.before)
-        if plan.stack and load_stack(plan.stack).reduce_dtype in ("bf16", "fp16"):
-            gradients = gradients / 2
-        gather, reduce = (
-            self._takes_ps("all_gather", parameters, ranks),
-            self._takes_ps("reduce_scatter", gradients, ranks),
-        )
+        narrow = bool(plan.stack) and load_stack(plan.stack).reduce_dtype in ("bf16", "fp16")
+        if (key := (cost, ranks, narrow)) not in self._layers:
+            parameters, _, gradients, _ = np.diff(cost.held.before)
+            takes = (
+                self._takes_ps("all_gather", parameters, ranks),
+                self._takes_ps("reduce_scatter", gradients / 2 if narrow else gradients, ranks),
+            )
+            self._layers[key] = np.stack([np.append(0.0, np.cumsum(column)) for column in takes])
+        before = self._layers[key]
         none = np.zeros(plan.pp)
         if plan.pp == 1:
             often = count * (1 if plan.reshard_after_forward is False else 2)
-            return _Exchange(none, none, often * float(gather.sum()) + count * float(reduce.sum()))
+            return _Exchange(none, none, float(often * before[0, -1] + count * before[1, -1]))
         # The first two layers of a chunk may be gathered before there is anything to compute; each of the others
         # behind the one before, while that is waited for.
-        before = np.stack([np.append(0.0, np.cumsum(column)) for column in (gather, reduce)])
         least = np.minimum(stages.first + 2, stages.end)
         alone = before[0][stages.end] - before[0][least]
         forward = np.append(0.0, np.cumsum(cost.forward.whole_ps(waits=True)))
@@ -286,31 +300,51 @@ class Bounds:
         return self._shared.after(before)
 
     def _as_captured(self, micro_batch: int, recompute: str) -> StepBytes:
-        """What the captured step holds for a whole micro-batch."""
+        """What the captured step holds for a whole micro-batch.
+
+        Of each tensor at most one dim is in proportion to the samples, so from two on, where every step has the
+        same operations, bytes are a straight line, which two steps say.
+        """
         key = micro_batch, recompute
         if key not in self._held:
-            plan = Plan(micro_batch=micro_batch, recompute=recompute, gpus=1, cluster=self.system.cluster.name)
-            try:
-                self._held[key] = held_bytes(self._step_of(plan))
-            except EchoError:  # which is said of the plan itself
-                held = held_bytes(self.graph)
-                self._held[key] = StepBytes(0.0 * held.before, 0.0 * held.rest)
+            few, many = max(2, self.graph.workload.batch_size), 2 * max(2, self.graph.workload.batch_size)
+            if micro_batch in (1, few, many):
+                self._held[key] = self._held_by(micro_batch, recompute)
+            else:
+                less, more = self._as_captured(few, recompute), self._as_captured(many, recompute)
+                part = (micro_batch - few) / (many - few)
+                ends = ((less.before, more.before), (less.rest, more.rest))
+                self._held[key] = StepBytes(*(np.maximum(0.0, a + part * (b - a)) for a, b in ends))
         return self._held[key]
 
-    @cached_property
-    def _flops(self) -> float:
-        """Of the products of a sample, forward and backward.
+    def _held_by(self, micro_batch: int, recompute: str) -> StepBytes:
+        try:
+            return held_bytes(self._step_of(self._captured_plan(micro_batch, recompute)))
+        except EchoError:  # which is said of the plan itself
+            held = held_bytes(self.graph)
+            return StepBytes(0.0 * held.before, 0.0 * held.rest)
+
+    def _captured_plan(self, micro_batch: int, recompute: str) -> Plan:
+        return Plan(micro_batch=micro_batch, recompute=recompute, gpus=1, cluster=self.system.cluster.name)
+
+    def _of_products(self, recompute: str) -> StepCost:
+        """FLOPs of the products of a sample, layer by layer, in place of picoseconds.
 
         None are counted where durations are known already, which may be those of anything.
         """
-        ops = self.graph.ops
-        if len(ops.duration.rows):
-            return 0.0
-        of_product = [isinstance(value, Gemm) for value in ops.attribute_values] + [False]  # none is -1, the last
-        products = np.array(of_product)[ops.attributes] & (ops.kind == OpKind.COMPUTE)
-        products &= np.isin(ops.phase, (Phase.FORWARD, Phase.BACKWARD))
-        total = float((ops.flops * products * self.graph.run_counts()).sum())
-        return total / max(1, self.graph.workload.batch_size)
+        if recompute not in self._flops:
+            size = self.graph.workload.batch_size
+            try:
+                step = self._step_of(self._captured_plan(size, recompute))
+            except EchoError:  # which is said of the plan itself
+                step = self.graph
+            ops = step.ops
+            of_product = [isinstance(value, Gemm) for value in ops.attribute_values] + [False]  # none is -1
+            products = np.array(of_product)[ops.attributes] & (ops.kind == OpKind.COMPUTE)
+            known = len(self.graph.ops.duration.rows) > 0
+            flops = ops.flops * products * (0.0 if known else 1 / max(1, size))
+            self._flops[recompute] = products_cost(step, flops)
+        return self._flops[recompute]
 
     def _rate(self, precision: str) -> float:
         """FLOP/s that no product is beyond; 0 where the device is not known."""
@@ -459,51 +493,90 @@ def _additions(plan: Plan, micro_batches: int) -> int:
 # -- memory ---------------------------------------------------------------------------------------------------
 
 
-def _memory_bytes(held: StepBytes, share: Float64, plan: Plan, micro_batches: int) -> float:
+def _memory_bytes(held: StepBytes, share: Shares, plan: Plan, micro_batches: int) -> float:
     """Bytes of the fullest device: what a step begins with, its gradients and activations.
 
     Args:
         held: of the step.
-        share: [`HELD`], what of it is left for a rank at least, but for the pipeline.
+        share: what of it is left for a rank at least, but for the pipeline.
         plan: the plan.
         micro_batches: of a step.
     """
-    parameters, states, gradients, kept = ((held.before[:, -1] + held.rest) * share).tolist()
+    parameters, states, gradients, kept = (own * part for own, part in zip(held.in_all, share, strict=True))
     fullest = (parameters + states + max(gradients, kept)) / plan.pp
     stages, schedule = _stage_chunks(held.layers, plan), schedule_of(plan) or "1f1b"
     if stages is None or _in_pairs(plan):
-        return float(fullest)
+        return fullest
     if schedule in _FULL_AT_ONCE:  # what follows is more of the same
         micro_batches = min(micro_batches, 4 * plan.pp)
-    for stage, whole in _end_stages(held, stages).items():
-        of_chunks = whole * share[:, None]
+    for end in (0, plan.pp - 1):
         # Without a pipeline micro-batches follow each other, as on a stage that has none behind it.
-        points = _points(schedule, stage, plan.pp, micro_batches, plan.vpp, not _adds_whole(plan))
-        fullest = max(fullest, of_chunks[:2].sum() + (points @ of_chunks[2:].ravel()).max())
-    return float(fullest)
+        its = _end_stage(held, stages, schedule, end, plan.pp, micro_batches, plan.vpp, not _adds_whole(plan))
+        alive = max([made * share[2] + kept * share[3] for made, kept in its.alive])
+        fullest = max(fullest, its.parameters * share[0] + its.states * share[1] + alive)
+    return fullest
 
 
-@lru_cache(4096)
-def _end_stages(held: StepBytes, stages: _StageChunks) -> dict[int, Float64]:
-    """[`HELD`, chunks] of the first stage and of the last one."""
-    every = stages.of(held.before)
-    return {stage: every[:, stage] for stage in (0, every.shape[1] - 1)}
+Shares = tuple[float, float, float, float]
+"""[`HELD`]: of what a step holds, the part of a rank."""
 
 
-def _of_ranks(plan: Plan) -> Float64:
-    """[`HELD`]: the part of a captured step that is left for each of the ranks that share its layers."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _EndStage:
+    """What a stage at an end of a pipeline holds, in bytes.
+
+    Attributes:
+        parameters: all the time.
+        states: of the optimizer, all the time.
+        alive: gradients and activations at its points, without those that have no more of either than another.
+    """
+
+    parameters: float
+    states: float
+    alive: list[tuple[float, float]]
+
+
+@lru_cache(16384)
+def _end_stage(
+    held: StepBytes, chunks: _StageChunks, schedule: str, stage: int, stages: int, micro_batches: int,
+    of_each: int, until_end: bool,
+) -> _EndStage:  # fmt: skip
+    whole = chunks.of(held.before)[:, stage]
+    points = _points(schedule, stage, stages, micro_batches, of_each, until_end)
+    made, kept = points[:, :of_each] @ whole[2], points[:, of_each:] @ whole[3]
+    order = np.lexsort((-kept, -made))
+    most = np.maximum.accumulate(kept[order])
+    front = order[np.append(True, most[1:] > most[:-1])]
+    return _EndStage(
+        parameters=float(whole[0].sum()),
+        states=float(whole[1].sum()),
+        alive=list(zip(made[front].tolist(), kept[front].tolist(), strict=True)),
+    )
+
+
+_made_smaller = attrgetter(*_MAKES_SMALLER)
+_AS_CAPTURED = _made_smaller(_USUAL)
+
+
+def _both(one: Shares, other: Shares) -> Shares:
+    parameters, states, gradients, kept = (a * b for a, b in zip(one, other, strict=True))
+    return parameters, states, gradients, kept
+
+
+def _of_ranks(plan: Plan) -> Shares:
+    """The part of a captured step that is left for each of the ranks that share its layers."""
     model = plan.tp * plan.ep
-    as_captured = all(getattr(plan, name) == getattr(_USUAL, name) for name in _MAKES_SMALLER)
-    return np.array([1 / model, 1 / model, as_captured / model, as_captured / (plan.tp * plan.cp)])
+    as_captured = _made_smaller(plan) == _AS_CAPTURED
+    return 1 / model, 1 / model, as_captured / model, as_captured / (plan.tp * plan.cp)
 
 
-def _of_replicas(plan: Plan, gpus: int) -> Float64:
-    """[`HELD`]: the part of a rank's step that is left once data-parallel ranks share what lives through it."""
+def _of_replicas(plan: Plan, gpus: int) -> Shares:
+    """The part of a rank's step that is left once data-parallel ranks share what lives through it."""
     ranks = gpus // (plan.tp * plan.pp)
     within = ranks // (plan.hsdp_replicas * plan.distributed_optimizer_instances)
     parameters = (1 / within if plan.zero == 3 else 1) + _keeps_gathered(plan)
     shards = plan.zero > 1 and not _adds_whole(plan)
-    return np.array([parameters, 1 / within if plan.zero else 1, 1 / ranks if shards else 1, 1])
+    return parameters, 1 / within if plan.zero else 1.0, 1 / ranks if shards else 1.0, 1.0
 
 
 def _adds_whole(plan: Plan) -> bool:

@@ -19,6 +19,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from echograph.errors import EchoError, PlanError, UsageError
 from echograph.ir.columns import NONE
 from echograph.ir.graph import JobGraph, StepGraph
@@ -47,6 +49,12 @@ _PLAIN = Scenario()
 _NONE: Mapping[str, tuple[Any, ...]] = {}
 TOP = 10
 MOST_REASONS = 3
+OTHERS = 4
+"""So many steps of a rank are bounded for each plan that is predicted ahead and cannot be the first, at least."""
+WHOLE = 4
+"""Of so many plans that are predicted ahead, one is predicted with its memory, at least."""
+AT_ONCE = 1024
+"""So many plans that differ least from the best are looked through for those whose step of a rank is known."""
 _IN_ORDER = ("recompute", "tp", "sequence_parallel", "cp", "ep")
 """Of a plan, behind its micro-batch: what the passes of a step depend on, in their order (`plan.passes`)."""
 ONE_SAMPLE = (
@@ -409,6 +417,42 @@ def _scattered(number: int) -> int:
     return int(f"{number:064b}"[::-1], 2)
 
 
+_Loose = tuple[float, tuple[Any, ...], int, Plan]
+"""A plan with a coarse bound: that, its turn among equal ones, its number, and it."""
+_TOGETHER = (("tp", "sequence_parallel"), ("pp", "vpp", "stage_layers", "schedule"), ("zero", "hsdp_replicas"))
+"""Axes whose values go with each other: a plan that differs in all of these differs in one thing."""
+
+
+class _Differences:
+    """In how much plans differ.
+
+    Args:
+        names: of the axes of the space, two at least.
+        plans: those that are asked for.
+    """
+
+    def __init__(self, names: Sequence[str], plans: Sequence[_Loose]) -> None:
+        self._plans = tuple(plans)
+        self._values = attrgetter(*names)
+        alone = (name for name in names if not any(name in its for its in _TOGETHER))
+        things = [*_TOGETHER, *((name,) for name in alone)]
+        self._columns = [[names.index(name) for name in its if name in names] for its in things]
+        self._known: list[dict[Any, int]] = [{} for _ in names]
+        self._least = np.array([entry[0] for entry in plans])
+        codes = np.array([self._codes(entry[3]) for entry in plans], np.int16)
+        self._rows = codes.reshape(len(plans), len(names))
+
+    def _codes(self, plan: Plan) -> list[int]:
+        values = zip(self._known, self._values(plan), strict=True)
+        return [known.setdefault(value, len(known)) for known, value in values]
+
+    def nearest(self, plan: Plan) -> Iterator[_Loose]:
+        """All of them, those first that differ in fewest things, and of these the ones with the lowest bound."""
+        other = self._rows != np.array(self._codes(plan), np.int16)
+        apart = sum(other[:, columns].any(axis=1).astype(np.int64) for columns in self._columns)
+        return (self._plans[at] for at in np.lexsort((self._least, apart)).tolist())
+
+
 class _Search:
     """A search under way.
 
@@ -422,10 +466,14 @@ class _Search:
         too_large_bytes: the smallest of one that does not.
         diving: the number of the plan that is being predicted ahead; -1 for none.
         learned: how many steps of a rank are known.
-        dive_at: of how many the next plan is predicted ahead: of twice as many each time, since one takes as long
-            as the bounds of some ten steps.
+        dives: how often something of a plan was predicted ahead; no oftener than steps are learned, which take as
+            long.
         asked: bounds of plans that an answer is waited for, by number.
         bounded: whether all plans have a coarse bound.
+        reached: numbers of plans that were taken out of turn, in `loose` still; only with `ahead`.
+        nearby: plans that are still to be taken out of turn, those first that differ little from `around`.
+        around: the best plan when that was asked for.
+        aside: whether the last step of a rank that was asked for is one of these.
     """
 
     def __init__(
@@ -446,14 +494,19 @@ class _Search:
         self.steps: dict[int, float] = {}
         self.needs: dict[int, float] = {}
         self.simulated = self.considered = 0
-        self.loose: list[tuple[float, tuple[Any, ...], int, Plan]] = []
+        self.loose: list[_Loose] = []
         self.left: list[tuple[float, int, int, Plan]] = []
         self.waiting: dict[Hashable, list[tuple[int, Plan]]] = {}
         self.nearer: set[int] = set()
         self.ahead, self.fits_bytes, self.too_large_bytes = ahead, 0.0, float(capacity)
-        self.diving, self.learned, self.dive_at = NONE, 0, 1
+        self.diving, self.learned, self.dives = NONE, 0, 0
         self.asked: dict[int, float] = {}
         self.bounded = True
+        self.reached: set[int] = set()
+        self.differences: _Differences | None = None
+        self.nearby: Iterator[_Loose] = iter(())
+        self.around: Plan | None = None
+        self.aside = False
 
     def begin(self, until: float = inf) -> None:
         """Bounds all plans coarsely, or as many as there is time for, spread over the space."""
@@ -478,6 +531,8 @@ class _Search:
             if self._may_fit(bound, plan) and self._in_time(least):
                 self.loose.append((least, self._turn(number, plan), number, plan))
         heapq.heapify(self.loose)
+        if self.ahead:
+            self.differences = _Differences([axis.name for axis in self.among.axes], self.loose)
         self.losers.divides = Counter(self.among.refused)
 
     def _turn(self, number: int, plan: Plan) -> tuple[Any, ...]:
@@ -568,6 +623,8 @@ class _Search:
 
         The plan with the lowest bound; one that waits for what its step costs is none of them meanwhile.
         """
+        if self.ahead and (point := self._out_of_turn()) is not None:
+            return point
         while True:
             loose, tight = (heap[0][0] if heap else inf for heap in (self.loose, self.left))
             if not (self.loose or self.left) or min(loose, tight) > self.last:
@@ -576,39 +633,75 @@ class _Search:
                 _, _, number, plan = heapq.heappop(self.left)
                 self.asked[number] = tight
                 return number, plan, "whole" if number in self.steps else "step"
-            if self.ahead and self.learned >= self.dive_at and self.diving == NONE:
-                self.dive_at = 2 * self.learned
-                if (point := self._dive()) is not None:
-                    return point
             _, _, number, plan = heapq.heappop(self.loose)
-            # One bound after another is the shorter proof; a plan that is predicted ahead needs its own at once.
-            by = plan if self.ahead or number in self.nearer else less(plan)
-            if self.bounds.knows(by):
-                self._bound(number, plan, by)
+            if number in self.reached:
+                self.reached.remove(number)
+            elif (point := self._to_bound(number, plan, loose)) is not None:
+                return point
+
+    def _to_bound(self, number: int, plan: Plan, least: float) -> PlanPoint | None:
+        """Bounds a plan by the step of a rank; where that is not known, what is asked, if it is not yet."""
+        # One bound after another is the shorter proof; a plan that is predicted ahead needs its own at once.
+        by = plan if self.ahead or number in self.nearer else less(plan)
+        if self.bounds.knows(by):
+            self._bound(number, plan, by)
+            return None
+        self.asked[number] = least
+        its = self.waiting.setdefault(of_step(by), [])
+        its.append((number, plan))
+        return (number, by, "bound") if len(its) == 1 else None
+
+    def _out_of_turn(self) -> PlanPoint | None:
+        """A plan that may be the fastest, to predict; or, every other time, one like the best to bound."""
+        may = self.diving == NONE and (self.dives < self.learned or not self.loose)
+        if may and (point := self._dive()) is not None:
+            self.dives += 1
+            return point
+        self.aside = not self.aside
+        return self._beside_best() if self.aside else None
+
+    def _beside_best(self) -> PlanPoint | None:
+        """The next step of a rank that a plan has which differs little from the best that is known."""
+        best = self.best[0].plan if self.best else min(self.left)[3] if self.left else None
+        if best is None or self.differences is None:
+            return None
+        if best != self.around:
+            near = [*self.differences.nearest(best)]
+            # What costs nothing comes first.
+            near[:AT_ONCE] = sorted(near[:AT_ONCE], key=lambda entry: not self.bounds.knows(entry[3]))
+            self.around, self.nearby = best, iter(near)
+        for least, _, number, plan in self.nearby:
+            if number in self.reached or number in self.asked or number in self.needs or least >= self.fastest:
                 continue
-            self.asked[number] = loose
-            its = self.waiting.setdefault(of_step(by), [])
-            its.append((number, plan))
-            if len(its) == 1:
-                return number, by, "bound"
+            self.reached.add(number)
+            if (point := self._to_bound(number, plan, least)) is not None:
+                return point
+        return None
 
     def _dive(self) -> PlanPoint | None:
-        """A plan that may be the fastest of those that are likely to fit, to be predicted with its memory.
+        """The plan that may be the fastest of those that are likely to fit: its step, or once that is known, all.
+
+        Where none can be faster than the best, one that may be among them. Every fourth is one whose step is
+        known, since what fits rules out others: where none of these is likely to fit, the one that needs least.
 
         Bounds of memory are far below what plans need, and the fastest plans are the fullest. So how much one may
         need by its bound is found by bisection, between those that were predicted ahead.
         """
-        faster = [entry for entry in self.left if entry[0] < self.fastest]
-        least = self.fits_bytes or min((self.needs[number] for _, _, number, _ in faster), default=inf)
+        among = [entry for entry in self.left if entry[0] < self.last]
+        least = self.fits_bytes or min((self.needs[number] for _, _, number, _ in among), default=inf)
         most = (least + self.too_large_bytes) / 2
-        likely = [entry for entry in faster if self.needs[entry[2]] <= most]
-        if not likely:
+        likely = [entry for entry in among if self.needs[entry[2]] <= most]
+        entry = min(likely, default=None)
+        if self.dives % WHOLE == 1:
+            known = [entry for entry in among if entry[2] in self.steps and entry[0] < self.fastest]
+            surest = min(known, key=lambda entry: self.needs[entry[2]], default=entry)
+            entry = min((entry for entry in likely if entry[2] in self.steps), default=surest)
+        if entry is None or (entry[0] >= self.fastest and OTHERS * self.dives >= self.learned):
             return None
-        entry = min(likely)
         self.left.remove(entry)
         heapq.heapify(self.left)
         self.asked[entry[2]], _, self.diving, plan = entry
-        return self.diving, plan, "whole"
+        return self.diving, plan, "whole" if self.diving in self.steps else "step"
 
     @property
     def fastest(self) -> float:
@@ -649,6 +742,7 @@ class _Search:
             # Its memory is worked out once no other plan can be better.
             self.simulated += 1
             least = self.aim.least(found, plan.gpus or 1)
+            self.diving = NONE if number == self.diving else self.diving
             if self._in_time(least):
                 self.steps[number] = found
                 heapq.heappush(self.left, (least, 2, number, plan))
@@ -710,6 +804,7 @@ class _Search:
 
     def end(self, ended: str, begun: int) -> None:
         """Counts what was not predicted."""
+        self.loose = [entry for entry in self.loose if entry[2] not in self.reached]
         slower = sum(entry[2] in self.steps for entry in self.left)
         beyond = sum(entry[0] > self.last and entry[2] not in self.steps for entry in self.left)
         beyond += sum(entry[0] > self.last for entry in self.loose)

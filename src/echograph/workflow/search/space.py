@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import gcd, isfinite, prod
 from typing import Any
 
@@ -303,7 +303,7 @@ class Space:
         Raises:
             UsageError: no plan has these values.
         """
-        return replace(self.base, **chosen)
+        return Plan(cluster=self.base.cluster, global_batch=self.base.global_batch, **chosen)
 
     def _from(self, at: int, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if at == len(self.axes):

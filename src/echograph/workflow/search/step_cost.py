@@ -36,7 +36,7 @@ HELD = (TensorRole.PARAMETER, TensorRole.OPTIMIZER_STATE, TensorRole.GRADIENT, T
 forward pass of a micro-batch leaves for its backward pass."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class StepBytes:
     """What a rank's step holds, in bytes.
 
@@ -52,6 +52,12 @@ class StepBytes:
     def layers(self) -> int:
         """How many layers there are."""
         return len(self.before[0]) - 1
+
+    @cached_property
+    def in_all(self) -> list[float]:
+        """[`HELD`], of all layers and of what is of none."""
+        found: list[float] = (self.before[:, -1] + self.rest).tolist()
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,6 +133,29 @@ def step_cost(
         copying_ps=layers.shares(*_copying(timed, system, costs)),
         all_ps=float((time * (forward | backward) * counts).sum()),
         update_ps=float((time * (ops.phase == Phase.OPTIMIZER) * counts).sum()),
+        held=_held(layers),
+    )
+
+
+def products_cost(step: StepGraph, flops: Float64) -> StepCost:
+    """What a step takes in its products alone, in FLOPs in place of picoseconds.
+
+    All of a layer's may be left when what another layer reads is made: passes decide that, and have not run.
+
+    Args:
+        step: as it was captured, or with what is computed again.
+        flops: of each operation.
+    """
+    layers, phase = _Layers.of(step), step.ops.phase
+    backward = np.isin(phase, (Phase.BACKWARD, Phase.RECOMPUTE))
+    passes = [layers.sums(flops * its) for its in (phase == Phase.FORWARD, backward)]
+    none = np.zeros(layers.count)
+    return StepCost(
+        **{name: PassCost(its, none, its) for name, its in zip(("forward", "backward"), passes, strict=True)},
+        adding_ps=none,
+        copying_ps=none,
+        all_ps=float((flops * ((phase == Phase.FORWARD) | backward) * step.run_counts()).sum()),
+        update_ps=0.0,
         held=_held(layers),
     )
 
