@@ -58,7 +58,7 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIMIZER, PHASE, RECOMPUTE
 from echograph.frontend.pytorch.call_nodes import is_allocation, is_in_place
-from echograph.frontend.pytorch.known_values import apart, exchanged, lifted
+from echograph.frontend.pytorch.known_values import apart, exchanged, hold, lifted
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
 from echograph.frontend.pytorch.recorder import HANDLES, ModelInput, OperatorRecorder
 from echograph.frontend.pytorch.shapes import Results, Shapes
@@ -697,6 +697,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             found = self._layouts.get(layout)
             if found is None:
                 found = self._layouts[layout] = super()._snapshot(tensor)
+                hold(tensor)
         return found
 
     def __torch_dispatch__(

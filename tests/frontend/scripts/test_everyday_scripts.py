@@ -450,3 +450,19 @@ for step in range(3):
     optimizer.step()
 """)
     assert run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter()).recorder.recorded
+
+
+def test_what_a_model_draws_on_the_host_after_a_step_is_known(tmp_path: Path) -> None:
+    """As an invertible layer that is made again for a checkpoint asks for the sign of its rotation."""
+    (tmp_path / "train.py").write_text("""
+import torch
+model = torch.nn.Linear(4, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.randn(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    for size in (3, 3, 4):  # the first of its shape that is recorded, and another
+        if torch.det(torch.FloatTensor(size, size).normal_()) < 0:
+            torch.zeros(size).neg_()
+""")
+    assert run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter()).recorder.recorded
