@@ -323,8 +323,8 @@ def _is_own(tensor: Any) -> bool:
     """Whether nothing else looks into the memory of a small tensor of which nobody has values yet."""
     if type(tensor) is not FakeTensor or tensor.requires_grad or not is_small(tensor) or hasattr(tensor, _VALUES):
         return False
-    # A view that was made before would be written to without anybody knowing. Who has the memory beside the tensor:
-    # whoever asks, and a graph.
+    # A view that was made before would be written to without anybody knowing. Beside the tensor its memory is had
+    # by whoever asks, and by a graph.
     others = 1 + hasattr(tensor, _HELD)
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 1 + others
 
