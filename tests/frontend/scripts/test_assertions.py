@@ -51,6 +51,11 @@ def _run(folder: Path, check: str) -> ScriptRun:
         "global best\nif low < best:\n    best = low\nelse:\n    raise SystemExit",
         "global best\nif step < 0 or best < high:\n    out, best = out * 2, high",
         "global best\nis_best = high > best\nbest = max(high, best)\nif not is_best:\n    raise SystemExit",
+        "row = out[0]\nif (row > 1).sum() > 0:\n    out = out[:, row > 1]\nelse:\n    raise SystemExit",
+        "wet = out > 1\ncount = wet.sum().item()\nif count == 0:\n    raise SystemExit\nout = out[wet]",
+        "wet = out > 1\nif not wet.any() and step:\n    raise SystemExit\nout = out.masked_select(wet)",
+        "wet = out > 1\nout = out[wet] if torch.count_nonzero(wet) else None",
+        "wet = out > 1\ncount = int(wet.sum())\nif not count:\n    return 0 * out.sum()\nout = out[wet]",
         "import logging\ntry:\n    if low > high:\n        logging.warning('order')\nexcept ValueError:\n    pass",
     ],
 )
@@ -70,6 +75,8 @@ def test_what_would_raise_is_taken_not_to(tmp_path: Path, check: str) -> None:
         "try:\n    if low > high:\n        raise ValueError\nexcept ValueError:\n    out = out * 2",
         "assert step >= (1 if low > high else 0)",
         "while low > high:\n    raise ValueError('order')",
+        "wet = out > 1\nif wet.any():\n    out = out * 2",
+        "wet = out > 1\nif wet.sum() > 3:\n    out = out[wet]",
     ],
 )
 def test_where_it_goes_on_either_way_it_is_asked(tmp_path: Path, check: str) -> None:
