@@ -466,3 +466,28 @@ for step in range(3):
             torch.zeros(size).neg_()
 """)
     assert run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter()).recorder.recorded
+
+
+def test_gradients_that_are_differentiated_are_of_the_backward_pass(tmp_path: Path) -> None:
+    """As a penalty of a gradient's norm: nothing of it is computed anew."""
+    (tmp_path / "train.py").write_text("""
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x = torch.randn(32, 8, device="cuda").requires_grad_()
+    out = model(x).sum()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    (out + slope.pow(2).sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""")
+    run = run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter())
+    products = [
+        node for node in run.recorder.graph.nodes if str(node.target) in ("aten.addmm.default", "aten.mm.default")
+    ]
+    phases = [node.meta["phase"] for node in products]
+    assert "recompute" not in {node.meta.get("phase") for node in run.recorder.graph.nodes}
+    # Two layers; their gradients by the input; the same differentiated by gradient and weight; that of the sum.
+    assert (phases.count("forward"), phases.count("backward")) == (2, 9)
+    capture_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter())
