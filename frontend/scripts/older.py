@@ -68,9 +68,9 @@ _NAMES: dict[str, dict[str, str]] = {
     "time": {"clock": "time:perf_counter"},
     "torch._utils": {"_accumulate": "itertools:accumulate"},
     "torch.nn.modules.linear": {"_LinearWithBias": "torch.nn.modules.linear:NonDynamicallyQuantizableLinear"},
-    "torchvision.transforms": {
+    **{f"torchvision.transforms{of}": {
         "RandomSizedCrop": "torchvision.transforms:RandomResizedCrop", "Scale": "torchvision.transforms:Resize",
-    },
+    } for of in ("", ".transforms")},
 }  # fmt: skip
 # Modules that are gone as a whole.
 _MODULES: dict[str, dict[str, str]] = {

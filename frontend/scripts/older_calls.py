@@ -5,6 +5,7 @@ Each does what the release before it did, and is there for as long as a script r
 
 from __future__ import annotations
 
+import argparse
 import collections
 import enum
 import inspect
@@ -55,6 +56,7 @@ def installed(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:
     yield once_imported("torchvision.transforms.transforms", partial(_jittering, note))
     yield once_imported("yaml", partial(_loading, note))
     yield patched(np, "fromstring", partial(_of_bytes, note))
+    yield patched(argparse.ArgumentParser, "parse_known_args", partial(_by_either_name, note))
 
 
 @contextmanager
@@ -148,3 +150,18 @@ def _of_bytes(note: NoteTaker, original: Callable[..., Any]) -> Callable[..., An
         return np.frombuffer(string.encode("latin1") if isinstance(string, str) else string, dtype, count).copy()
 
     return fromstring
+
+
+def _by_either_name(note: NoteTaker, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Scripts that know `--local_rank`, as `torch.distributed.launch` said it, know `--local-rank`, as it does."""
+
+    def parse(parser: argparse.ArgumentParser, args: Any = None, *more: Any, **named: Any) -> Any:
+        options = parser._option_string_actions
+        given = sys.argv[1:] if args is None else args
+        said = any(str(argument).startswith("--local-rank") for argument in given)
+        if said and "--local-rank" not in options and "--local_rank" in options:
+            note("torch.distributed.launch says --local-rank by now: it is the script's --local_rank")
+            options["--local-rank"] = options["--local_rank"]
+        return original(parser, args, *more, **named)
+
+    return parse
