@@ -491,3 +491,24 @@ for step in range(3):
     # Two layers; their gradients by the input; the same differentiated by gradient and weight; that of the sum.
     assert (phases.count("forward"), phases.count("backward")) == (2, 9)
     capture_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter())
+
+
+def test_an_optimizer_keeps_the_parameters_of_a_model_that_is_converted_later(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before = list(map(id, model.parameters()))
+model.weight.grad = torch.zeros(4, 4)
+model.half().cuda()
+assert model.weight.grad.dtype == torch.float16
+model.float()
+assert before == list(map(id, model.parameters())) and model.weight.grad.dtype == torch.float32
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    assert all(p.grad is not None for p in optimizer.param_groups[0]["params"])
+    optimizer.step()
+""")
+    run = run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter())
+    assert [node for node in run.recorder.graph.nodes if node.meta.get("phase") == "optimizer"]
