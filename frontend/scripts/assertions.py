@@ -27,12 +27,14 @@ def holds(frame: FrameType) -> bool | None:
     Args:
         frame: that is about to branch, or to compare what it branches by.
     """
-    span = _span_of(frame)
-    if span is None:
-        return None
-    found = _required(frame.f_code.co_filename)
-    parts = found.parts.get(span)
-    return found.required.get(parts[_place(frame, span) % len(parts)] if parts else span)
+    span = _part_of(frame)
+    return None if span is None else _required(frame.f_code.co_filename).required.get(span)
+
+
+def goes_round(frame: FrameType) -> bool | None:
+    """What the value that a frame asks for is where a loop (`while`) goes round; None: it is no loop's."""
+    span = _part_of(frame)
+    return None if span is None else _required(frame.f_code.co_filename).rounds.get(span)
 
 
 def extreme(frame: FrameType) -> str:
@@ -56,6 +58,13 @@ def bounded(frame: FrameType) -> bool:
 def _span_of(frame: FrameType) -> _Span | None:
     """What of its file's text a frame is at."""
     return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+
+
+def _part_of(frame: FrameType) -> _Span | None:
+    """What of its file's text a frame is at; of a condition, the part of it."""
+    span = _span_of(frame)
+    parts = None if span is None else _required(frame.f_code.co_filename).parts.get(span)
+    return parts[_place(frame, span) % len(parts)] if parts and span is not None else span
 
 
 def _place(frame: FrameType, span: _Span) -> int:
@@ -123,6 +132,7 @@ class _Raising(ast.NodeVisitor):
     def __init__(self) -> None:
         self.required: dict[_Span, bool] = {}
         self.parts: dict[_Span, list[_Span]] = {}
+        self.rounds: dict[_Span, bool] = {}
         self._caught = 0
         self._within: list[ast.stmt] = []
 
@@ -148,6 +158,12 @@ class _Raising(ast.NodeVisitor):
         raises = plain and isinstance(node.body[-1], ast.Raise) and not self._caught
         if raises or (all(map(_prints, node.body)) and not node.orelse):
             self._add(node.test, False)
+        self.generic_visit(node)
+
+    def visit_While(self, node: ast.While) -> None:
+        """It goes round while its test is true."""
+        self._branch(node, node.test)
+        self.rounds |= {_span(part): value for part, value in _parts(node.test, True)}
         self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
