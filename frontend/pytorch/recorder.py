@@ -267,8 +267,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if recomputes:
             self._number(node)
             return {PHASE: RECOMPUTE, MODULE: self._stack[-1] if self._stack else "", **link}
-        if self.creates_graph:
-            self._number(node)
+        if self.creates_graph and forward is not None:
+            self._number(forward)  # what differentiates this in turn is of the same forward operation
         return {PHASE: BACKWARD, MODULE: "" if forward is None else forward.meta[MODULE], **link}
 
     def _as_nodes(self, value: Any) -> Any:

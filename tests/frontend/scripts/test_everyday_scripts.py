@@ -478,7 +478,7 @@ for step in range(3):
     x = torch.randn(32, 8, device="cuda").requires_grad_()
     out = model(x).sum()
     (slope,) = torch.autograd.grad(out, x, create_graph=True)
-    (out + slope.pow(2).sum()).backward()
+    (out + (slope / slope.norm() - 1).pow(2).reshape(32, -1).sum(1).mean(0)).backward()
     optimizer.step()
     optimizer.zero_grad()
 """)
@@ -490,6 +490,7 @@ for step in range(3):
     assert "recompute" not in {node.meta.get("phase") for node in run.recorder.graph.nodes}
     # Two layers; their gradients by the input; the same differentiated by gradient and weight; that of the sum.
     assert (phases.count("forward"), phases.count("backward")) == (2, 9)
+    assert {node.meta["module"] for node in products} == {"0", "2"}
     capture_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter())
 
 
