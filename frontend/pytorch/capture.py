@@ -290,7 +290,9 @@ def _converting_modules() -> Iterator[None]:
                 if parameter is None:
                     continue
                 if id(parameter) not in converted:
-                    converted[id(parameter)] = parameter, _converted(parameter, fn(parameter.detach()))
+                    made = fn(parameter.detach())
+                    new = parameter if _kept(parameter, made, fn) else _converted(parameter, made)
+                    converted[id(parameter)] = parameter, new
                 owner._parameters[name] = converted[id(parameter)][1]
             for name, buffer in owner._buffers.items():
                 owner._buffers[name] = None if buffer is None else fn(buffer)
@@ -301,6 +303,25 @@ def _converting_modules() -> Iterator[None]:
         yield
     finally:
         Module._apply = original  # type: ignore[method-assign]
+
+
+def _kept(parameter: torch.nn.Parameter, data: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Gives a parameter other data, as PyTorch does where it stays on a device: who has the parameter has the new.
+
+    What is brought from "meta", and what has tensors of its own within (DTensor), is another parameter.
+    """
+    if (
+        not isinstance(parameter, FakeTensor)
+        or not isinstance(data, FakeTensor)
+        or parameter.device != data.device
+    ):
+        return False
+    if (data.dtype, data.shape) == (parameter.dtype, parameter.shape):
+        return True
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = data
+    parameter.grad = None if gradient is None else fn(gradient)
+    return True
 
 
 def _converted(parameter: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:

@@ -51,6 +51,11 @@ _DRAWN = (torch.rand, torch.randn, torch.randint, torch.randperm)
 _MADE_LIKE = frozenset((
     torch.zeros_like, torch.ones_like, torch.full_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
 ))  # fmt: skip
+# Writes all of a tensor, whose own values do not come into it: numbers that are drawn, or given.
+_DRAWING = frozenset((
+    Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.random_, Tensor.bernoulli_,
+))  # fmt: skip
+_FILLING = _DRAWING | {Tensor.fill_, Tensor.zero_, Tensor.copy_}
 _READS = frozenset((
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
     Tensor.__format__, Tensor.__repr__, Tensor.__contains__, Tensor.__array__, Tensor.equal, torch.equal,
@@ -106,6 +111,9 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, m
         with apart():
             args = (torch.empty(first.shape if "like" in func.__name__ else 0, dtype=torch.bool), *args[1:])
         kwargs = {**kwargs, "dtype": out.dtype}
+    elif func in _FILLING and _is_own(first):
+        with apart():
+            args = (torch.empty(first.shape, dtype=first.dtype), *args[1:])
     elif func not in _MADE and not _may_be_known(first):
         return
     in_place = is_in_place(func, kwargs)
@@ -142,6 +150,14 @@ def follow_made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
     """The same of what is made on the GPU: of settings alone, or like a tensor."""
     if func in _MADE_LIKE or (func in _MADE and func not in _DRAWN):
         follow(func, args, kwargs, out)
+
+
+def follow_on_gpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """The same of what a tensor of the GPU becomes."""
+    if func in _DRAWING:
+        forget(args[0])
+    else:
+        follow(func, args, kwargs, out, MOST_OF_GPU)
 
 
 def know(tensor: FakeTensor, values: Tensor, *, alike: bool = False) -> None:
@@ -300,6 +316,14 @@ def _may_be_known(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return bool(value) and _may_be_known(value[0])
     return hasattr(value, _VALUES) or (type(value) is Tensor and not value.requires_grad)
+
+
+def _is_own(tensor: Any) -> bool:
+    """Whether nothing else looks into the memory of a small tensor of which nobody has values yet."""
+    if type(tensor) is not FakeTensor or tensor.requires_grad or not is_small(tensor) or hasattr(tensor, _VALUES):
+        return False
+    # A view that was made before would be written to without anybody knowing. Who asks has the memory, too.
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
 
 
 def is_small(tensor: Any, most: int = MOST_KNOWN) -> bool:

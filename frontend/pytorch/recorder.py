@@ -103,6 +103,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = Graph()
         self.phase = FORWARD
+        self.creates_graph = False
         self._mode = mode
         self._shapes = Shapes(mode)
         self._stack: list[str] = []
@@ -259,12 +260,15 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _backward_annotations(self, node: Node) -> dict[str, Any]:
         current = torch._C._current_autograd_node()
-        recomputes = current is not None and (bool(self._stack) or torch.is_grad_enabled())
+        runs_again = bool(self._stack) or (torch.is_grad_enabled() and not self.creates_graph)
+        recomputes = current is not None and runs_again
         forward = None if current is None else self._numbered(current._sequence_nr(), recomputes)
         link = {} if forward is None else {FORWARD_NODE: forward.name}
         if recomputes:
             self._number(node)
             return {PHASE: RECOMPUTE, MODULE: self._stack[-1] if self._stack else "", **link}
+        if self.creates_graph and forward is not None:
+            self._number(forward)  # what differentiates this in turn is of the same forward operation
         return {PHASE: BACKWARD, MODULE: "" if forward is None else forward.meta[MODULE], **link}
 
     def _as_nodes(self, value: Any) -> Any:

@@ -11,6 +11,7 @@ place, it may go either way.
 from __future__ import annotations
 
 import ast
+import dis
 import linecache
 from collections.abc import Iterator
 from functools import cache
@@ -26,8 +27,14 @@ def holds(frame: FrameType) -> bool | None:
     Args:
         frame: that is about to branch, or to compare what it branches by.
     """
-    span = _span_of(frame)
-    return None if span is None else _required(frame.f_code.co_filename).get(span)
+    span = _part_of(frame)
+    return None if span is None else _required(frame.f_code.co_filename).required.get(span)
+
+
+def goes_round(frame: FrameType) -> bool | None:
+    """What the value that a frame asks for is where a loop (`while`) goes round; None: it is no loop's."""
+    span = _part_of(frame)
+    return None if span is None else _required(frame.f_code.co_filename).rounds.get(span)
 
 
 def extreme(frame: FrameType) -> str:
@@ -51,6 +58,25 @@ def bounded(frame: FrameType) -> bool:
 def _span_of(frame: FrameType) -> _Span | None:
     """What of its file's text a frame is at."""
     return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+
+
+def _part_of(frame: FrameType) -> _Span | None:
+    """What of its file's text a frame is at; of a condition, the part of it."""
+    span = _span_of(frame)
+    parts = None if span is None else _required(frame.f_code.co_filename).parts.get(span)
+    return parts[_place(frame, span) % len(parts)] if parts and span is not None else span
+
+
+def _place(frame: FrameType, span: _Span) -> int:
+    """At which part of its condition a branch is: the interpreter says of each that it is the whole statement."""
+    before = islice(dis.get_instructions(frame.f_code), frame.f_lasti)
+    return sum(
+        at.offset < frame.f_lasti
+        and "_IF_" in at.opname
+        and at.positions is not None
+        and tuple(at.positions) == span
+        for at in before
+    )
 
 
 @cache
@@ -93,11 +119,11 @@ def _extremes(file: str) -> dict[_Span, str]:
 
 
 @cache
-def _required(file: str) -> dict[_Span, bool]:
+def _required(file: str) -> _Raising:
     """Places in a file (first and last line, first and last column) and what is to be true there."""
     found = _Raising()
     found.visit(_tree(file))
-    return found.required
+    return found
 
 
 class _Raising(ast.NodeVisitor):
@@ -105,24 +131,54 @@ class _Raising(ast.NodeVisitor):
 
     def __init__(self) -> None:
         self.required: dict[_Span, bool] = {}
+        self.parts: dict[_Span, list[_Span]] = {}
+        self.rounds: dict[_Span, bool] = {}
         self._caught = 0
+        self._within: list[ast.stmt] = []
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        """What a function asks of a mask goes by what it takes with it."""
+        before, self._within = self._within, node.body
+        self.generic_visit(node)
+        self._within = before
 
     def visit_Assert(self, node: ast.Assert) -> None:
         """It raises unless its test is true."""
+        self._branch(node, node.test)
         if not self._caught:
-            self._add(node, node.test, True)
+            self._add(node.test, True)
+        self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
         """It raises or prints if its test is true, or takes what is there, or what is better."""
         plain = all(isinstance(part, ast.Expr | ast.Assign | ast.AugAssign) for part in node.body[:-1])
-        if (mask := _asked_of(node.test)) is not None and _chooses(node.body, mask):
-            self._add(node, node.test, True)
+        self._ask(node, [node])
         if (best := _better(node)) is not None:
-            self._add(node, best, True)
+            self._add(best, True)
         raises = plain and isinstance(node.body[-1], ast.Raise) and not self._caught
         if raises or (all(map(_prints, node.body)) and not node.orelse):
-            self._add(node, node.test, False)
+            self._add(node.test, False)
         self.generic_visit(node)
+
+    def visit_While(self, node: ast.While) -> None:
+        """It goes round while its test is true."""
+        self._branch(node, node.test)
+        self.rounds |= {_span(part): value for part, value in _parts(node.test, True)}
+        self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        """It takes what is there."""
+        self._ask(node, [])
+        self.generic_visit(node)
+
+    def _ask(self, branch: ast.If | ast.IfExp, alone: list[ast.stmt]) -> None:
+        """A mask of which it is asked whether it chooses anything, and that takes elements there, does."""
+        within = self._within or alone
+        self._branch(branch, branch.test)
+        for part, _ in _parts(branch.test, True):
+            mask, some = _asked_of(part, within)
+            if mask is not None and _chooses(within, mask):
+                self.required[_span(part)] = some
 
     def visit_Module(self, node: ast.Module) -> None:
         """What is better than the best so far, which is kept by `max` or `min`: `is_best = acc > best`."""
@@ -142,12 +198,11 @@ class _Raising(ast.NodeVisitor):
         for part in (*node.handlers, *node.orelse, *node.finalbody):
             self.visit(part)
 
-    def _add(self, statement: ast.stmt, test: ast.expr, wanted: bool) -> None:
-        parts = {_span(part): value for part, value in _parts(test, wanted)}
-        self.required |= parts
-        # Where a branch is said to be is up to the interpreter: at its part of the condition, or at the statement.
-        if len(set(parts.values())) == 1:
-            self.required[_span(statement)] = next(iter(parts.values()))
+    def _add(self, test: ast.expr, wanted: bool) -> None:
+        self.required |= {_span(part): value for part, value in _parts(test, wanted)}
+
+    def _branch(self, statement: ast.stmt | ast.IfExp, test: ast.expr) -> None:
+        self.parts[_span(statement)] = [_span(part) for part, _ in _parts(test, True)]
 
 
 def _better(node: ast.If) -> ast.expr | None:
@@ -190,29 +245,57 @@ def _ordered(test: ast.expr) -> frozenset[str]:
 _ORDER = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
-def _asked_of(test: ast.expr) -> ast.expr | None:
-    """The mask of which a condition asks whether it chooses anything: `mask.any()`, `mask.sum() > 0`."""
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Gt):
-        zero = test.comparators[0]
-        return _reduced(test.left, "sum") if isinstance(zero, ast.Constant) and zero.value == 0 else None
-    return _reduced(test, "any")
+def _asked_of(test: ast.expr, within: list[ast.stmt]) -> tuple[ast.expr | None, bool]:
+    """The mask of which a condition asks whether it chooses anything, and what the condition is if it does.
+
+    `mask.any()`, `mask.sum() > 0`, `torch.count_nonzero(mask) == 0`; or a name that one of these was given.
+    """
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        kind, bound = type(test.ops[0]), test.comparators[0]
+        some = _SOME.get((kind, bound.value)) if isinstance(bound, ast.Constant) else None
+        return (None, True) if some is None else (_reduced(test.left, within), some)
+    return _reduced(test, within), True
 
 
-def _reduced(call: ast.expr, by: str) -> ast.expr | None:
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+_SOME: dict[tuple[type[ast.cmpop], object], bool] = {
+    (ast.Gt, 0): True, (ast.NotEq, 0): True, (ast.GtE, 1): True, (ast.Eq, 0): False, (ast.Lt, 1): False,
+    (ast.LtE, 0): False,
+}  # fmt: skip
+
+
+def _reduced(call: ast.expr, within: list[ast.stmt]) -> ast.expr | None:
+    """The mask of which something counts what it chooses, or asks whether that is anything."""
+    if isinstance(call, ast.Name):
+        parts = (part for statement in within for part in ast.walk(statement) if isinstance(part, ast.Assign))
+        given = [part.value for part in parts if ast.unparse(part.targets[0]) == call.id]
+        return None if len(given) != 1 or isinstance(given[0], ast.Name) else _reduced(given[0], [])
+    if not isinstance(call, ast.Call):
         return None
-    if call.func.attr == "item" and not call.args:
-        return _reduced(call.func.value, by)
-    if call.func.attr != by or call.keywords:
+    if isinstance(call.func, ast.Name) and call.func.id in ("bool", "float", "int") and len(call.args) == 1:
+        return _reduced(call.args[0], within)
+    if not isinstance(call.func, ast.Attribute) or call.keywords:
         return None
-    return call.func.value if not call.args else call.args[0] if ast.unparse(call.func.value) == "torch" else None
+    if call.func.attr in ("item", "long", "float", "int", "cpu", "detach") and not call.args:
+        return _reduced(call.func.value, within)
+    if call.func.attr not in ("any", "sum", "count_nonzero"):
+        return None
+    if ast.unparse(call.func.value) == "torch":
+        return call.args[0] if len(call.args) == 1 else None
+    return None if call.args else call.func.value
 
 
 def _chooses(body: list[ast.stmt], mask: ast.expr) -> bool:
-    """Whether statements take elements by a mask."""
+    """Whether statements take, or write to, elements by a mask: `x[mask]`, `x[:, mask] = 0`, `masked_select`."""
     index = ast.dump(mask)
-    parts = (part for statement in body for part in ast.walk(statement) if isinstance(part, ast.Subscript))
-    return any(isinstance(part.ctx, ast.Load) and ast.dump(part.slice) == index for part in parts)
+    parts = [part for statement in body for part in ast.walk(statement)]
+    indices = [part.slice for part in parts if isinstance(part, ast.Subscript)]
+    by = [one for at in indices for one in (at.elts if isinstance(at, ast.Tuple) else [at])]
+    by += [one for part in parts if isinstance(part, ast.Call) and _selects(part) for one in part.args]
+    return any(ast.dump(one) == index for one in by)
+
+
+def _selects(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "masked_select"
 
 
 _PRINTING = ("print", "debug", "info", "warn", "warning", "error", "critical", "exception")

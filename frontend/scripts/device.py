@@ -594,8 +594,7 @@ class OnTheDevice(TorchFunctionMode):
             self._note("how many tokens each expert takes is not known: they are taken to be spread evenly")
         else:
             there = bool(args) and isinstance(args[0], Tensor) and on_gpu(args[0])
-            most = known_values.MOST_OF_GPU if there else known_values.MOST_KNOWN
-            known_values.follow(func, args, kwargs, out, most)
+            (known_values.follow_on_gpu if there else known_values.follow)(func, args, kwargs, out)
         keep_finite(func, args, out)
         return out
 

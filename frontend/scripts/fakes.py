@@ -367,9 +367,25 @@ def _file_of(url: str) -> str:
     return Path(urlparse(url).path).name
 
 
+def _of_torchvision(url: str) -> dict[str, Any]:
+    """What a file of torchvision's weights has, by name; nothing where the file is another's."""
+    place, _, file = url.rpartition("/")
+    if place != "https://download.pytorch.org/models" or importlib.util.find_spec("torchvision") is None:
+        return {}
+    models = importlib.import_module("torchvision.models")
+    stem = file.partition("-")[0]
+    files = ((name, _file_of(one.url)) for name in models.list_models() for one in models.get_model_weights(name))
+    name = next((name for name, known in files if known.partition("-")[0] == stem), None)
+    if name is None:
+        return {}
+    with _disable_current_modes(), torch.device("meta"):
+        held = models.get_model(name, weights=None).state_dict()
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in held.items()}
+
+
 def _files(names: frozenset[str], asked: set[str], note: NoteTaker) -> Iterator[Any]:
     """In the contexts, files that PyTorch downloads or loads are there; a model has what they say already."""
-    fetched: set[Path] = set()
+    fetched: dict[Path, str] = {}
 
     def tell(name: str) -> None:
         why = "as --fake-weights asks" if name in names else "which cannot be downloaded here"
@@ -386,7 +402,7 @@ def _files(names: frozenset[str], asked: set[str], note: NoteTaker) -> Iterator[
                     if isinstance(error, HTTPError) or not _file_of(url).endswith(WEIGHTS):
                         raise
             tell(_file_of(url))
-            fetched.add(Path(dst).absolute())
+            fetched[Path(dst).absolute()] = url
 
         return download
 
@@ -399,7 +415,9 @@ def _files(names: frozenset[str], asked: set[str], note: NoteTaker) -> Iterator[
                 tell(name)
             elif Path(f).absolute() not in fetched:
                 return original(f, *args, **kwargs)
-            return [torch.empty(size) for size in _LISTS[name]] if name in _LISTS else AnyWeights()
+            if name in _LISTS:
+                return [torch.empty(size) for size in _LISTS[name]]
+            return _of_torchvision(fetched.get(Path(f).absolute(), "")) or AnyWeights()
 
         return load
 

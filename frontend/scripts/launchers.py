@@ -96,6 +96,8 @@ class _InPlace:
 
     def by_torch(self, config: Any, entrypoint: Any) -> Callable[..., None]:
         """Stands for `elastic_launch`."""
+        from torch.distributed.elastic.utils.api import macros
+
         del config
 
         def start(*given: str) -> None:
@@ -104,6 +106,7 @@ class _InPlace:
             if callable(entrypoint):
                 entrypoint(*given)
                 return
+            given = tuple(macros.substitute(list(given), str(self.world.local_rank)))
             self.command(given if entrypoint == sys.executable else [entrypoint, *given])
 
         return start

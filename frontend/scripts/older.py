@@ -25,6 +25,7 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import Sampler
 
+from echograph.frontend.scripts import older_calls
 from echograph.frontend.scripts.adapter import once_imported, patched
 from echograph.frontend.scripts.values import NoteTaker, caller
 
@@ -35,6 +36,9 @@ _NAMES: dict[str, dict[str, str]] = {
     )},
     "collections": {name: f"collections.abc:{name}" for name in collections.abc.__all__},
     "fractions": {"gcd": "math:gcd"},
+    "inspect": {"getargspec": "echograph.frontend.scripts.older_calls:argspec"},
+    "matplotlib.cm": {"get_cmap": "matplotlib.pyplot:get_cmap"},
+    "networkx": {f"from_{kind}_matrix": f"networkx:from_{kind}_array" for kind in ("numpy", "scipy_sparse")},
     "numpy": {
         **{name: f"builtins:{name}" for name in ("bool", "complex", "float", "int", "object", "str")},
         "unicode": "builtins:str", "long": "builtins:int",
@@ -54,11 +58,23 @@ _NAMES: dict[str, dict[str, str]] = {
     "peft": {"prepare_model_for_int8_training": "peft:prepare_model_for_kbit_training"},
     "pytorch_lightning.utilities.seed": {"seed_everything": "pytorch_lightning:seed_everything"},
     "transformers": {"AdamW": f"{__name__}:AdamW"},
+    "scipy.misc": {name: f"scipy.special:{name}" for name in ("comb", "factorial", "logsumexp")},
+    "skimage.measure": {
+        "compare_mse": "skimage.metrics:mean_squared_error",
+        "compare_psnr": "skimage.metrics:peak_signal_noise_ratio",
+        "compare_ssim": "skimage.metrics:structural_similarity",
+    },
+    "sklearn.externals": {"joblib": "joblib", "six": "six"},
+    "time": {"clock": "time:perf_counter"},
     "torch._utils": {"_accumulate": "itertools:accumulate"},
     "torch.nn.modules.linear": {"_LinearWithBias": "torch.nn.modules.linear:NonDynamicallyQuantizableLinear"},
+    **{f"torchvision.transforms{of}": {
+        "RandomSizedCrop": "torchvision.transforms:RandomResizedCrop", "Scale": "torchvision.transforms:Resize",
+    } for of in ("", ".transforms")},
 }  # fmt: skip
 # Modules that are gone as a whole.
 _MODULES: dict[str, dict[str, str]] = {
+    "sklearn.cross_validation": {"": "sklearn.model_selection"},
     "torch._six": {
         "container_abcs": "collections.abc", "inf": "math:inf", "int_classes": "builtins:int", "nan": "math:nan",
         "string_classes": "builtins:str",
@@ -74,6 +90,11 @@ _NAMED = {
 }  # fmt: skip
 # Arguments that have another name now: place of a class or function -> its old name -> the one it has.
 _RENAMED = {
+    "torchvision.transforms.functional:affine": {"resample": "interpolation", "fillcolor": "fill"},
+    "torchvision.transforms.functional:rotate": {"resample": "interpolation"},
+    "torchvision.transforms.transforms:RandomAffine": {"resample": "interpolation", "fillcolor": "fill"},
+    "torchvision.transforms.transforms:RandomRotation": {"resample": "interpolation"},
+    "torchvision.utils:make_grid": {"range": "value_range"},
     "timm.scheduler.cosine_lr:CosineLRScheduler": {"t_mul": "cycle_mul", "decay_rate": "cycle_decay"},
     "transformers.trainer:Trainer": {"tokenizer": "processing_class"},
     "transformers.training_args:TrainingArguments": {
@@ -126,7 +147,7 @@ def installed(note: NoteTaker) -> Iterator[None]:
         stack.enter_context(once_imported("transformers.hf_argparser", partial(_older_options, note)))
         stack.enter_context(once_imported("timm.models._factory", _without_nothing))
         stack.enter_context(once_imported(_OBSERVING, partial(_of_the_same_space, note)))
-        for kept in (*_arguments(note), _modules(note)):
+        for kept in (*_arguments(note), *older_calls.installed(note), _modules(note)):
             stack.enter_context(kept)
         yield
 
@@ -273,7 +294,7 @@ def _of_the_same_space(note: NoteTaker) -> Iterator[None]:
 
 @contextmanager
 def _by_new_name(module: str, owner: str, names: Mapping[str, str], note: NoteTaker) -> Iterator[None]:
-    """In the context, a class takes arguments by the names that they had, and those that are left out."""
+    """In the context, a class or function takes arguments by the names that they had, and those left out."""
     place = f"{module}.{owner}"
 
     def taking(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -292,7 +313,9 @@ def _by_new_name(module: str, owner: str, names: Mapping[str, str], note: NoteTa
 
         return take
 
-    with patched(getattr(sys.modules[module], owner), "__init__", taking):
+    kind = getattr(sys.modules[module], owner)
+    of, name = (kind, "__init__") if isinstance(kind, type) else (sys.modules[module], owner)
+    with patched(of, name, taking):
         yield
 
 

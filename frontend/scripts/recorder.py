@@ -534,6 +534,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         def backward(*args: Any, **kwargs: Any) -> Any:
             before, self.phase = self.phase, BACKWARD
             stack, self._stack = self._stack, []
+            # Whether what it computes is differentiated in turn: of the outputs, their gradients and two flags.
+            created, self.creates_graph = self.creates_graph, bool(args[3])
             if before != BACKWARD:
                 self._backward_pass += 1
                 self._waiting_passes |= self._recording and self._after_backward
@@ -541,6 +543,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
                 return original(*args, **kwargs)
             finally:
                 self.phase, self._stack, self._after_backward = before, stack, True
+                self.creates_graph = created
                 if self._recording and before != BACKWARD:
                     with self.pausing():
                         self._mark_gradients()

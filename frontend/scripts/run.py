@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import importlib
 import multiprocessing.context
@@ -279,13 +280,17 @@ def _run(
 ) -> None:
     status: object = 0
     reported: list[BaseException] = []
+    refused: list[str] = []
 
     def told() -> Script:
         """Whose lines errors name: of a launcher, those of what it launched."""
         return replace(script, path=launched[-1]) if launched else script
 
     try:
-        with recorder, _children_end_here(), once_imported("loguru", partial(_reporting, reported)):
+        with (
+            recorder, _children_end_here(), once_imported("loguru", partial(_reporting, reported)),
+            patched(argparse.ArgumentParser, "error", partial(_refusing, refused)),
+        ):  # fmt: skip
             if script.module:
                 runpy.run_module(script.module, run_name="__main__", alter_sys=True)
             else:
@@ -307,7 +312,7 @@ def _run(
     except BaseException as error:  # a script may raise what is no Exception
         raise _explained(told(), error, list(recorder.warnings)[-1:]) from error
     if not recorder.recorded:
-        raise _too_short(told(), recorder, status, reported)
+        raise _too_short(told(), recorder, status, reported, refused)
 
 
 @contextmanager
@@ -330,9 +335,27 @@ def _reporting(reported: list[BaseException]) -> Iterator[None]:
         yield
 
 
+def _refusing(refused: list[str], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`ArgumentParser.error`, whose words are kept: it ends the script."""
+
+    def error(parser: argparse.ArgumentParser, message: str) -> Any:
+        refused.append(message)
+        return original(parser, message)
+
+    return error
+
+
 def _too_short(
-    script: Script, recorder: ScriptRecorder, status: object, reported: Sequence[BaseException]
+    script: Script,
+    recorder: ScriptRecorder,
+    status: object,
+    reported: Sequence[BaseException],
+    refused: Sequence[str],
 ) -> CaptureError:
+    if refused and status == 2:
+        said = refused[-1].rstrip(".")
+        error = CaptureError(f"{script.path.name}: {said}: its arguments stand behind --, as it takes them")
+        return _with_status(error, status)
     if reported:
         error = _explained(script, reported[-1])
         error.__cause__ = reported[-1]

@@ -40,7 +40,7 @@ from echograph.frontend.pytorch.known_values import (
     real,
 )
 from echograph.frontend.scripts.adapter import patched, replaced
-from echograph.frontend.scripts.assertions import bounded, extreme, holds, writes_back
+from echograph.frontend.scripts.assertions import bounded, extreme, goes_round, holds, writes_back
 from echograph.frontend.scripts.found import ALL
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -58,6 +58,7 @@ _PRINTED: ContextVar[bool] = ContextVar("printed", default=False)
 _DECIDED: ContextVar[Mapping[str, bool | int]] = ContextVar("decided")
 _ASKED: ContextVar[set[str]] = ContextVar("asked")
 _GUESSED: ContextVar[list[str]] = ContextVar("guessed")
+_ROUNDS: ContextVar[dict[str, int]] = ContextVar("rounds")
 _FINITE = "_echograph_finite"
 
 
@@ -110,10 +111,11 @@ def deciding(
     `warn` what is as long as a value says.
     """
     tokens = _DECIDED.set(lines), _NOTE.set(note), _ASKED.set(set() if asked is None else asked)
-    guessed, warned = _GUESSED.set([]), _WARN.set(warn)
+    guessed, warned, rounds = _GUESSED.set([]), _WARN.set(warn), _ROUNDS.set({})
     try:
         yield
     finally:
+        _ROUNDS.reset(rounds)
         _GUESSED.reset(guessed)
         _WARN.reset(warned)
         _DECIDED.reset(tokens[0])
@@ -150,6 +152,34 @@ def _decided(where: str, what: str) -> bool:
             f"settings instead, or say which way it goes by --decide {where}=yes (or =no)"
         )
     return chosen
+
+
+def _loops(otherwise: bool) -> bool | None:
+    """Whether a loop goes round, of which values say how often: as often as the user said.
+
+    Args:
+        otherwise: what stands for the value; a loop that it ends at once is no question.
+
+    Returns:
+        What the value is; None where it is no loop's, or ends it.
+
+    Raises:
+        CaptureError: nobody said, and the loop would have no end.
+    """
+    frame = None if _PRINTED.get() else _asking()
+    again = None if frame is None else goes_round(frame)
+    where = caller() or asked()
+    said = _chosen(where) if again is not None else None
+    if again is not None and type(said) is int:
+        rounds = _ROUNDS.get({})
+        rounds[where] = rounds.get(where, 0) + 1 if rounds.get(where, 0) < said else 0
+        return again if rounds[where] else not again
+    if again is None or again != otherwise or said is not None:
+        return None
+    raise CaptureError(
+        f"{where}: a tensor's value decides how often a loop goes round, which a capture does not have: say how "
+        f"often by --decide {where}=4 (or another number), or take a fixed number of steps"
+    )
 
 
 def _going_on() -> bool | None:
@@ -348,6 +378,8 @@ def _compare(kind: type, name: str) -> Any:
                 f"{asked()} holds an integer that a capture does not have against bounds: it is within"
             )
             return True
+        if (again := _loops(bool(plain(self, other)))) is not None:
+            return again
         if where is None and kind is float:
             required = _going_on()
             if required is not None:
@@ -401,6 +433,8 @@ def _true(note: NoteTaker, tensor: Tensor) -> bool:
     where = caller()
     if hasattr(tensor, _FINITE):
         return bool(answer(tensor, note))
+    if not is_known(tensor) and (again := _loops(True)) is not None:
+        return again
     if where is None:
         required = None if is_known(tensor) else _going_on()
         return bool(answer(tensor, note)) if required is None else required

@@ -318,6 +318,15 @@ def test_options_of_the_zoo_on_a_function(refused, folder: Path) -> None:
     assert "in your function" in refused("echoc", "compile", "-m", "mine.py:f", "--batch-size", 2, status=2)
 
 
+# --- echoc capture ------------------------------------------------------------------------------------------
+
+
+def test_an_option_of_the_script_stands_behind_dashes(refused) -> None:
+    line = refused("echoc", "capture", "torch", "--script", "train.py", "--lr", "3", "-o", "job.pb", status=2)
+    assert "No such option: --lr" in line and "a script's own options stand behind --" in line
+    assert "stand behind" not in refused("echoc", "show", "--lr", status=2)
+
+
 # --- echoprof fit -------------------------------------------------------------------------------------------
 
 

@@ -181,6 +181,9 @@ def _said(name: str, error: BaseException) -> tuple[str, int]:
     if isinstance(error, _Terminated):
         return "terminated", EXIT_TERMINATED
     if callable(message := getattr(error, "format_message", None)):
+        said = str(message()).rstrip(".")
+        if getattr(getattr(error, "ctx", None), "info_name", "") == "capture" and hasattr(error, "possibilities"):
+            return f"{said}: a script's own options stand behind -- (see {name} capture --help)", 2
         return f"{message()} (see {name} --help)", 2
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "cannot write the result: no space left", 1

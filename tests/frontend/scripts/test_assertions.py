@@ -51,6 +51,11 @@ def _run(folder: Path, check: str) -> ScriptRun:
         "global best\nif low < best:\n    best = low\nelse:\n    raise SystemExit",
         "global best\nif step < 0 or best < high:\n    out, best = out * 2, high",
         "global best\nis_best = high > best\nbest = max(high, best)\nif not is_best:\n    raise SystemExit",
+        "row = out[0]\nif (row > 1).sum() > 0:\n    out = out[:, row > 1]\nelse:\n    raise SystemExit",
+        "wet = out > 1\ncount = wet.sum().item()\nif count == 0:\n    raise SystemExit\nout = out[wet]",
+        "wet = out > 1\nif not wet.any() and step:\n    raise SystemExit\nout = out.masked_select(wet)",
+        "wet = out > 1\nout = out[wet] if torch.count_nonzero(wet) else None",
+        "wet = out > 1\ncount = int(wet.sum())\nif not count:\n    return 0 * out.sum()\nout = out[wet]",
         "import logging\ntry:\n    if low > high:\n        logging.warning('order')\nexcept ValueError:\n    pass",
     ],
 )
@@ -70,6 +75,8 @@ def test_what_would_raise_is_taken_not_to(tmp_path: Path, check: str) -> None:
         "try:\n    if low > high:\n        raise ValueError\nexcept ValueError:\n    out = out * 2",
         "assert step >= (1 if low > high else 0)",
         "while low > high:\n    raise ValueError('order')",
+        "wet = out > 1\nif wet.any():\n    out = out * 2",
+        "wet = out > 1\nif wet.sum() > 3:\n    out = out[wet]",
     ],
 )
 def test_where_it_goes_on_either_way_it_is_asked(tmp_path: Path, check: str) -> None:
@@ -106,3 +113,36 @@ def test_what_a_library_checks_holds_as_well(tmp_path: Path, monkeypatch: pytest
     run = _run(tmp_path, "import a_library\na_library.check(out.argmax(1))")
     assert run.recorder.recorded
     sys.modules.pop("a_library", None)
+
+
+_SOLVER = """def solve(state, error):
+    rounds = 0
+    while error(state) > 0.1 and rounds < 50:
+        state, rounds = state * 0.5, rounds + 1
+    while not (state > 0).all():
+        rounds = 99
+    return state, rounds
+"""
+
+
+def test_a_loop_goes_round_as_often_as_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a library, too, which would go round for ever."""
+    folder = tmp_path / "site-packages" / "a_solver"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(_SOLVER)
+    monkeypatch.syspath_prepend(str(folder.parent))
+    solved = "import a_solver\nout, rounds = a_solver.solve(out, torch.{})\nassert rounds == 3, rounds"
+    path = tmp_path / "train.py"
+    for error in ("amax", "norm"):
+        with pytest.raises(
+            CaptureError, match=r"__init__.py:3: a tensor's value decides how often a loop goes round"
+        ):
+            _run(tmp_path, solved.format(error))
+        world = World(size=1, decided={"__init__.py:3": 3})
+        assert run_script(Script(path=path), world, TorchAdapter()).recorder.recorded
+    sys.modules.pop("a_solver", None)
+
+
+def test_a_loop_of_the_script_asks_how_often(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"train.py:8: a tensor's value decides how often a loop goes round"):
+        _run(tmp_path, "while high > 0.1:\n    high = (out * 2).max().item()")

@@ -450,3 +450,66 @@ for step in range(3):
     optimizer.step()
 """)
     assert run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter()).recorder.recorded
+
+
+def test_what_a_model_draws_on_the_host_after_a_step_is_known(tmp_path: Path) -> None:
+    """As an invertible layer that is made again for a checkpoint asks for the sign of its rotation."""
+    (tmp_path / "train.py").write_text("""
+import torch
+model = torch.nn.Linear(4, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.randn(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    for size in (3, 3, 4):  # the first of its shape that is recorded, and another
+        if torch.det(torch.FloatTensor(size, size).normal_()) < 0:
+            torch.zeros(size).neg_()
+""")
+    assert run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter()).recorder.recorded
+
+
+def test_gradients_that_are_differentiated_are_of_the_backward_pass(tmp_path: Path) -> None:
+    """As a penalty of a gradient's norm: nothing of it is computed anew."""
+    (tmp_path / "train.py").write_text("""
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x = torch.randn(32, 8, device="cuda").requires_grad_()
+    out = model(x).sum()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    (out + (slope / slope.norm() - 1).pow(2).reshape(32, -1).sum(1).mean(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""")
+    run = run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter())
+    products = [
+        node for node in run.recorder.graph.nodes if str(node.target) in ("aten.addmm.default", "aten.mm.default")
+    ]
+    phases = [node.meta["phase"] for node in products]
+    assert "recompute" not in {node.meta.get("phase") for node in run.recorder.graph.nodes}
+    # Two layers; their gradients by the input; the same differentiated by gradient and weight; that of the sum.
+    assert (phases.count("forward"), phases.count("backward")) == (2, 9)
+    assert {node.meta["module"] for node in products} == {"0", "2"}
+    capture_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter())
+
+
+def test_an_optimizer_keeps_the_parameters_of_a_model_that_is_converted_later(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before = list(map(id, model.parameters()))
+model.weight.grad = torch.zeros(4, 4)
+model.half().cuda()
+assert model.weight.grad.dtype == torch.float16
+model.float()
+assert before == list(map(id, model.parameters())) and model.weight.grad.dtype == torch.float32
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    assert all(p.grad is not None for p in optimizer.param_groups[0]["params"])
+    optimizer.step()
+""")
+    run = run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter())
+    assert [node for node in run.recorder.graph.nodes if node.meta.get("phase") == "optimizer"]

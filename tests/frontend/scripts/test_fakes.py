@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -254,3 +255,37 @@ def test_a_model_of_diffusers(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", **sizes, **kinds}))
     options = CaptureOptions(script=tmp_path / "train.py", fake_weights=(f"stabilityai/sd-vae-ft-ema={folder}",))
     assert run(tmp_path, OF_DIFFUSERS, options.fakes).recorder.recorded
+
+
+def test_weights_of_torchvision_have_their_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may change what it fetched before a model takes it."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("")
+    (tmp_path / "torchvision" / "models.py").write_text("""
+import types, torch
+def list_models(): return ["resnet18"]
+def get_model_weights(name): return [types.SimpleNamespace(url="https://download.pytorch.org/models/resnet18-now.pth")]
+def get_model(name, weights): return torch.nn.Linear(3, 2)
+""")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "hub"))
+    found = run(
+        tmp_path,
+        """import torch
+held = torch.hub.load_state_dict_from_url("https://download.pytorch.org/models/resnet18-then.pth")
+other = torch.hub.load_state_dict_from_url("https://example.invalid/models/resnet18-then.pth")
+assert {name: tuple(part.shape) for name, part in held.items()} == {"weight": (2, 3), "bias": (2,)} and not other
+held["weight"] = torch.cat([held["weight"]] * 2, 1) / 2
+model = torch.nn.Linear(6, 2).cuda()
+model.load_state_dict(held)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(4, 6, device="cuda")).sum().backward()
+    optimizer.step()
+""",
+        Fakes(),
+    )
+    assert found.recorder.recorded
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)

@@ -77,6 +77,32 @@ def test_a_moment_of_what_the_host_draws_is_known() -> None:
     assert 1.6 < second < 1.7 and abs(drawn.pow(2).mean().item() - 1) < 0.01
 
 
+def test_what_the_host_writes_to_all_of_a_tensor_is_known() -> None:
+    drawn = torch.FloatTensor(3, 3).normal_()
+    first, _ = torch.linalg.qr(drawn)
+    assert abs(abs(torch.det(first).item()) - 1) < 1e-5 and first.shape == (3, 3)
+    assert torch.empty(2, dtype=torch.int64).fill_(7).tolist() == [7, 7]
+    assert torch.empty(2).copy_(torch.arange(2)).tolist() == [0.0, 1.0]
+    held = torch.nn.Parameter(torch.empty(3))
+    for unknown in (
+        torch.empty(3, device="cuda").normal_(),
+        torch.zeros(3, device="cuda").uniform_(),
+        held.data.normal_(),
+    ):
+        with pytest.raises(CaptureError, match="decides what the script does"):
+            bool(unknown.sum() > 0)
+
+
+def test_what_is_written_to_a_part_made_before_is_not_lost() -> None:
+    whole = torch.empty(3)
+    part, same = whole[:1], whole.detach()
+    whole.fill_(2.0)
+    part += torch.empty(1)
+    same += 1
+    with pytest.raises(CaptureError, match="decides what the script does"):
+        bool(whole.sum() > 5)
+
+
 def test_an_array_of_numpy_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     import numpy as np
 

@@ -304,6 +304,20 @@ def test_what_a_launcher_was_to_start_runs_in_its_place(tmp_path: Path, named: s
     assert (dict(os.environ), list(sys.argv), list(sys.path)) == before
 
 
+def test_the_older_launcher_says_which_rank_it_is_of_its_machine(tmp_path: Path) -> None:
+    """As `--local-rank`, which scripts of before know as `--local_rank`."""
+    started = tmp_path / "started.py"
+    started.write_text(
+        LAUNCHED.format(argv=["--local-rank=5", "--lr", "3"])
+        + "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--local_rank', type=int)\n"
+        "parser.add_argument('--lr')\nassert parser.parse_args().local_rank == 5\n"
+    )
+    arguments = ("--nproc-per-node", "8", "--nnodes", "2", str(started), "--lr", "3")
+    script = Script.of_module("torch.distributed.launch", arguments=arguments, whole=True)
+    run = run_script(script, World(size=16, rank=5), TorchAdapter())
+    assert any("it is the script's --local_rank" in note for note in run.recorder.notes)
+
+
 @pytest.mark.parametrize(
     "start",
     [

@@ -72,6 +72,19 @@ assert list(Every([1, 2])) == [0, 1]
         ("from torch._utils import _accumulate\nassert list(_accumulate([1, 2])) == [1, 3]", "itertools"),
         (_SCHEDULED, "take no `verbose`"),
         (_SAMPLED, ""),
+        ("import inspect\nassert inspect.getargspec(lambda a, b=1: a).args == ['a', 'b']", "inspect.getargspec"),
+        ("import time\nassert time.clock() <= time.perf_counter()", "time.perf_counter stands for it"),
+        ("import yaml\nassert yaml.load('a: [1e-3, x]')['a'][1] == 'x'", "yaml.load asks for a Loader"),
+        (
+            "import numpy as np\nassert np.fromstring(b'ab', np.uint8).tolist() == [97, 98]\n"
+            "assert np.fromstring('1 2', sep=' ').tolist() == [1.0, 2.0]",
+            "numpy.fromstring takes no bytes",
+        ),
+        (
+            "batches = iter(torch.utils.data.DataLoader(range(4), batch_size=2))\n"
+            "assert batches.next().tolist() == [0, 1] and next(batches).tolist() == [2, 3]",
+            "_BaseDataLoaderIter has no next any more",
+        ),
         ("assert torch.stft(torch.zeros(64), 8, window=torch.ones(8)).shape == (5, 33, 2)", ""),
     ],
 )
@@ -93,6 +106,87 @@ def test_arguments_by_place_are_named(tmp_path: Path) -> None:
     )
     run = _run(tmp_path, "from librosa.filters import mel\nassert mel(8, 16, 4, fmin=1.0) == (8, 16, 4, 1.0)")
     assert any("librosa.filters.mel takes arguments by name" in line for line in run.recorder.notes)
+
+
+_TORCHVISION = {
+    "__init__.py": "",
+    "utils.py": "def make_grid(tensor, nrow=8, value_range=None): return nrow, value_range",
+    "models/__init__.py": "from . import resnet",
+    "models/resnet.py": """import enum, types
+class ResNet18_Weights(enum.Enum):
+    IMAGENET1K_V1 = types.SimpleNamespace(url="https://host/resnet18-f37.pth")
+    DEFAULT = IMAGENET1K_V1
+""",
+    "transforms/__init__.py": "from .transforms import *",
+    "transforms/functional.py": "\n".join(
+        f"def adjust_{what}(picture, factor): return [*picture, ('{what}', factor)]"
+        for what in ("brightness", "contrast", "saturation", "hue")
+    )
+    + "\ndef affine(interpolation=0, fill=0): pass\ndef rotate(interpolation=0): pass",
+    "transforms/transforms.py": """from . import functional as F
+class ColorJitter:
+    @staticmethod
+    def get_params(*ranges):
+        return [1, 0, 3, 2], 0.5, None, 0.7, 0.9
+class Resize:
+    pass
+class RandomRotation:
+    def __init__(self, degrees, interpolation=0): self.interpolation = interpolation
+class RandomAffine:
+    def __init__(self, degrees, interpolation=0, fill=0): self.told = interpolation, fill
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("old", "note"),
+    [
+        (
+            "from torchvision.utils import make_grid\nassert make_grid(0, range=(0, 1)) == (8, (0, 1))",
+            "value_range",
+        ),
+        (
+            "from torchvision.models.resnet import model_urls\n"
+            "assert model_urls == {'resnet18': 'https://host/resnet18-f37.pth'}",
+            "",
+        ),
+        (
+            "from torchvision import transforms\nchosen = transforms.ColorJitter.get_params(1, 1, 1, 1)\n"
+            "assert chosen([]) == [('brightness', 0.5), ('hue', 0.9), ('saturation', 0.7)] and len(chosen) == 5",
+            "is applied in turn",
+        ),
+        (
+            "from torchvision import transforms as t\nassert t.RandomRotation(3, resample=2).interpolation == 2\n"
+            "assert t.RandomAffine(3, resample=2, fillcolor=5).told == (2, 5) and t.Scale is t.Resize",
+            "has no argument fillcolor",
+        ),
+    ],
+)
+def test_what_torchvision_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, note: str) -> None:
+    for name, text in _TORCHVISION.items():
+        path = tmp_path / "torchvision" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    run = _run(tmp_path, old)
+    assert not note or any(note in line for line in run.recorder.notes)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_pictures_of_text_and_of_figures_are_as_large_as_they_were(tmp_path: Path) -> None:
+    pytest.importorskip("PIL"), pytest.importorskip("matplotlib")
+    run = _run(
+        tmp_path,
+        "import matplotlib\nmatplotlib.use('Agg')\nimport matplotlib.pyplot as plt\n"
+        "from PIL import Image, ImageDraw\n"
+        "figure = plt.figure(figsize=(1, 2), dpi=10)\nfigure.canvas.draw()\n"
+        "assert len(figure.canvas.tostring_rgb()) == 10 * 20 * 3\n"
+        "assert ImageDraw.Draw(Image.new('L', (9, 9))).textsize('a')[0] > 0",
+    )
+    assert any("FigureCanvasAgg has no tostring_rgb any more" in line for line in run.recorder.notes)
+    assert any("ImageDraw has no textsize any more" in line for line in run.recorder.notes)
 
 
 def test_observations_are_of_the_environments_space(tmp_path: Path) -> None:

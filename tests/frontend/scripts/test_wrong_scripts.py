@@ -53,6 +53,31 @@ REFUSED = {
     "exits": ("    sys.exit(3)\n", "train.py ended with exit status 3 after 1 training step"),
 }
 
+PARSED = (
+    """import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("data")
+parser.add_argument("--lr", type=float)
+args = parser.parse_args()
+"""
+    + BEGIN
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ((), "train.py: the following arguments are required: data: its arguments stand behind --"),
+        (("x", "--rl", "3"), "train.py: unrecognized arguments: --rl 3: its arguments stand behind --"),
+        (("x", "--lr", "y"), "train.py: argument --lr: invalid float value: 'y': its arguments stand behind --"),
+    ],
+)
+def test_a_command_line_that_the_script_refuses(tmp_path: Path, given: tuple[str, ...], line: str) -> None:
+    (tmp_path / "train.py").write_text(PARSED)
+    with pytest.raises(CaptureError) as caught:
+        run_script(Script(path=tmp_path / "train.py", arguments=given), World(size=2), TorchAdapter())
+    assert line in str(caught.value) and caught.value.exit_code == 2
+
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_one_line(tmp_path: Path, name: str) -> None:
