@@ -848,6 +848,7 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
         _address(args[0]) if isinstance(args[0], FakeTensor) else NotImplemented
     ),
     Tensor.pin_memory: lambda mode, func, args, kwargs: args[0],
+    Tensor.share_memory_: lambda mode, func, args, kwargs: args[0],  # with processes that are left out
     Tensor.is_pinned: lambda mode, func, args, kwargs: False,
     torch.device: OnTheDevice._device,
     Tensor.view: OnTheDevice._view,

@@ -25,7 +25,9 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import Sampler
 
+from echograph.frontend.scripts import older_transformers
 from echograph.frontend.scripts.adapter import once_imported, patched
+from echograph.frontend.scripts.older_transformers import LEFT_OUT, SAID_OTHERWISE, said_otherwise
 from echograph.frontend.scripts.values import NoteTaker, caller
 
 # Module: its name of what is gone -> where the same is, as module:name; a module alone is the whole of it.
@@ -53,12 +55,14 @@ _NAMES: dict[str, dict[str, str]] = {
     },
     "peft": {"prepare_model_for_int8_training": "peft:prepare_model_for_kbit_training"},
     "pytorch_lightning.utilities.seed": {"seed_everything": "pytorch_lightning:seed_everything"},
-    "transformers": {"AdamW": f"{__name__}:AdamW"},
+    **older_transformers.NAMES,
     "torch._utils": {"_accumulate": "itertools:accumulate"},
     "torch.nn.modules.linear": {"_LinearWithBias": "torch.nn.modules.linear:NonDynamicallyQuantizableLinear"},
 }  # fmt: skip
 # Modules that are gone as a whole.
 _MODULES: dict[str, dict[str, str]] = {
+    **older_transformers.MODULES,
+    "ruamel_yaml": {"": "yaml"},
     "torch._six": {
         "container_abcs": "collections.abc", "inf": "math:inf", "int_classes": "builtins:int", "nan": "math:nan",
         "string_classes": "builtins:str",
@@ -75,19 +79,7 @@ _NAMED = {
 # Arguments that have another name now: place of a class or function -> its old name -> the one it has.
 _RENAMED = {
     "timm.scheduler.cosine_lr:CosineLRScheduler": {"t_mul": "cycle_mul", "decay_rate": "cycle_decay"},
-    "transformers.trainer:Trainer": {"tokenizer": "processing_class"},
-    "transformers.training_args:TrainingArguments": {
-        "evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu", "warmup_ratio": "warmup_steps",
-        "per_gpu_eval_batch_size": "per_device_eval_batch_size",
-        "per_gpu_train_batch_size": "per_device_train_batch_size",
-    },
-}  # fmt: skip
-# Arguments that said what is printed, written or chosen by itself, and are left out.
-_LEFT_OUT = {
-    "transformers.training_args:TrainingArguments": (
-        "fp16_backend", "half_precision_backend", "include_inputs_for_metrics", "jit_mode_eval", "logging_dir",
-        "overwrite_output_dir", "save_safetensors",
-    ),
+    **older_transformers.RENAMED,
 }  # fmt: skip
 SCALARS = {
     "int": [np.int8, np.int16, np.int32, np.int64], "uint": [np.uint8, np.uint16, np.uint32, np.uint64],
@@ -95,17 +87,6 @@ SCALARS = {
     "complex": [np.complex64, np.complex128, np.clongdouble], "others": [bool, object, bytes, str, np.void],
 }  # fmt: skip
 """`numpy.sctypes`."""
-
-
-class AdamW(torch.optim.AdamW):
-    """Transformers' own, before its release 5: an update of each parameter, with defaults other than PyTorch's."""
-
-    def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
-        weight_decay: float = 0.0, correct_bias: bool = True, no_deprecation_warning: bool = False,
-    ) -> None:  # fmt: skip
-        del correct_bias, no_deprecation_warning  # numbers by which it multiplied, and what it printed
-        super().__init__(params, lr, betas, eps, weight_decay, foreach=False, fused=False)
 
 
 @contextmanager
@@ -126,7 +107,7 @@ def installed(note: NoteTaker) -> Iterator[None]:
         stack.enter_context(once_imported("transformers.hf_argparser", partial(_older_options, note)))
         stack.enter_context(once_imported("timm.models._factory", _without_nothing))
         stack.enter_context(once_imported(_OBSERVING, partial(_of_the_same_space, note)))
-        for kept in (*_arguments(note), _modules(note)):
+        for kept in (*_arguments(note), *older_transformers.contexts(note), _modules(note)):
             stack.enter_context(kept)
         yield
 
@@ -284,10 +265,12 @@ def _by_new_name(module: str, owner: str, names: Mapping[str, str], note: NoteTa
                 note(_SAME.format(place, old, names[old]))
                 kwargs[names[old]] = kwargs.pop(old)
             for old in [
-                old for old in _LEFT_OUT.get(f"{module}:{owner}", ()) if old in kwargs and old not in asked
+                old for old in LEFT_OUT.get(f"{module}:{owner}", ()) if old in kwargs and old not in asked
             ]:
                 note(_NO_MORE.format(place, old))
                 del kwargs[old]
+            if owner == "TrainingArguments":
+                said_otherwise(kwargs, asked, note)
             return original(*args, **kwargs)
 
         return take
@@ -308,6 +291,12 @@ def _older_options(note: NoteTaker) -> Iterator[None]:
         def __call__(self, *_: Any, **__: Any) -> None:
             note(_NO_MORE.format("transformers' TrainingArguments", self.dest))
 
+    class Otherwise(argparse.Action):
+        def __call__(self, _: Any, namespace: Any, value: Any, *__: Any) -> None:
+            given = {self.dest: value, "fsdp_config": getattr(namespace, "fsdp_config", None)}
+            said_otherwise(given, {}, note)
+            vars(namespace).update(given)
+
     def adding(original: Callable[..., None]) -> Callable[..., None]:
         def add(parser: Any, kind: Any) -> None:
             original(parser, kind)
@@ -317,9 +306,10 @@ def _older_options(note: NoteTaker) -> Iterator[None]:
             for old, now in _RENAMED[place].items():
                 if f"--{old}" not in options and f"--{now}" in options:
                     options[f"--{old}"] = options[f"--{now}"]
-            for old in _LEFT_OUT[place]:
-                if f"--{old}" not in options:
-                    parser.add_argument(f"--{old}", action=Ignored, nargs="?", default=argparse.SUPPRESS)
+            for action, names in ((Ignored, LEFT_OUT[place]), (Otherwise, SAID_OTHERWISE)):
+                for old in names:
+                    if f"--{old}" not in options:
+                        parser.add_argument(f"--{old}", action=action, nargs="?", default=argparse.SUPPRESS)
 
         return add
 
@@ -336,7 +326,31 @@ def _arguments(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:
     if "__init__" not in vars(Sampler):
         yield patched(Sampler, "__init__", lambda _: lambda sampler, data_source=None: None)
     yield patched(torch, "stft", _real)
+    for name in _MASKED:
+        for owner in (torch, torch.Tensor):
+            if hasattr(owner, name):
+                yield patched(owner, name, partial(_by_bytes, name, note))
     yield patched(random, "seed", partial(_by_any_integer, note))
+
+
+_MASKED = ("masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_", "masked_select")
+
+
+def _by_bytes(name: str, note: NoteTaker, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a mask, which took one of bytes before there were booleans, of as many bytes."""
+
+    def take(given: Any, *args: Any, **kwargs: Any) -> Any:
+        def booleans(one: Any) -> Any:
+            if not isinstance(one, torch.Tensor) or one.dtype != torch.uint8:
+                return one
+            note(f"{name} takes no mask of bytes any more: it is read as one of booleans")
+            return one.view(torch.bool)
+
+        if "mask" in kwargs:
+            kwargs["mask"] = booleans(kwargs["mask"])
+        return original(given, *map(booleans, args[:1]), *args[1:], **kwargs)
+
+    return take
 
 
 def _by_any_integer(note: NoteTaker, original: Callable[..., None]) -> Callable[..., None]:

@@ -52,6 +52,10 @@ assert list(Every([1, 2])) == [0, 1]
             "from torch._six import inf, string_classes\nassert inf > 1e9 and string_classes is str",
             "torch._six.inf",
         ),
+        (
+            "import ruamel_yaml as yaml\nassert yaml.load('a: 1', Loader=yaml.Loader) == {'a': 1}",
+            "the module ruamel_yaml is no more",
+        ),
         ("import torch._six\nassert issubclass(dict, torch._six.container_abcs.Mapping)", "container_abcs"),
         (
             "import numpy as np\nassert np.zeros(2, np.float).dtype == np.float64",
@@ -124,6 +128,20 @@ def test_an_optimizer_that_transformers_had(tmp_path: Path) -> None:
     parameters = sum(name == "parameter" for name in (node.meta.get("role") for node in run.recorder.graph.nodes))
     # Each parameter is updated by kernels of its own, and with no weight decay where nobody asks for it.
     assert sum(name.startswith("addcdiv_") for name in updates) == parameters > 1
+
+
+def test_masks_of_bytes_are_read_as_booleans(tmp_path: Path) -> None:
+    """As in `attention.float().masked_fill(mask.byte(), -inf)`, of scripts from before there were booleans."""
+    old = (
+        "x = torch.ones(4, 3, device='cuda', requires_grad=True)\nmask = torch.ones(4, 3, device='cuda').byte()\n"
+        "assert x.masked_fill(mask, 0).shape == torch.masked_fill(x, mask=mask, value=0).shape == (4, 3)\n"
+        "(x * 2).masked_fill_(mask, 0).sum().backward()\n"
+        "known = torch.tensor([1, 0, 1], dtype=torch.uint8)\n"
+        "assert torch.tensor([3, 4, 5]).masked_select(known).tolist() == [3, 5]\n"
+        "assert torch.tensor([3, 4, 5]).masked_fill(known, 1).tolist() == [1, 4, 1]"
+    )
+    notes = _run(tmp_path, old).recorder.notes
+    assert sum("no mask of bytes" in note for note in notes) == 3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="needs Pillow")
