@@ -145,6 +145,7 @@ _INSTALLED = (
 _STOOD_IN = (
     "{} is not installed, and what stands in for it has no such name: let the script take PyTorch's own operators"
 )
+_OF_OTHER_VERSIONS = (KeyError, NameError, RuntimeError, TypeError, ValueError)
 _OTHER_VERSION = (
     "which may be why: a script that raises on real ranks, too, is captured once it runs with what is here, or "
     "from an environment with what it asks for"
@@ -213,6 +214,8 @@ def remedy(error: BaseException, script: Path) -> str:
     called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
     # A file that is not there is in no version.
     other_version = called or isinstance(error, AttributeError | ImportError) or _raising(error)
+    if not known and not other_version and isinstance(error, _OF_OTHER_VERSIONS) and (told := unmet(script)):
+        return f"{told}, {_OTHER_VERSION}"
     if known or not other_version or isinstance(error, OSError):
         return known
     raising = _raising(error)

@@ -159,10 +159,14 @@ def _modules(note: NoteTaker) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in _MODULES:
+        for name in finder.made:
             parent, _, child = name.rpartition(".")
             if isinstance(getattr(sys.modules.pop(name, None), "__loader__", None), _Gone):
                 delattr(sys.modules[parent], child)
+
+
+def _gone(name: str) -> dict[str, str]:
+    return _MODULES.get(name) or older_transformers.moved(name)
 
 
 class _Gone(Loader, MetaPathFinder):
@@ -170,20 +174,23 @@ class _Gone(Loader, MetaPathFinder):
 
     def __init__(self, note: NoteTaker) -> None:
         self._note = note
+        self.made: list[str] = []
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         """One for each of them; asked last, so for what is not there."""
-        return ModuleSpec(name, self) if name in _MODULES else None
+        return ModuleSpec(name, self) if _gone(name) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """A module of the names that are known."""
         module = ModuleType(spec.name)
-        whole = _MODULES[spec.name].get("")
+        names = _gone(spec.name)
+        self.made.append(spec.name)
+        whole = names.get("")
         if whole is not None:
             self._note(f"the module {spec.name} is no more: {whole} stands for it")
-            vars(module).update(vars(_of(whole)))
+            vars(module).update(vars(_of(whole)), __getattr__=partial(getattr, _of(whole)))
         else:
-            vars(module)["__getattr__"] = _answering(spec.name, _MODULES[spec.name], self._note)
+            vars(module)["__getattr__"] = _answering(spec.name, names, self._note)
         return module
 
     def exec_module(self, module: ModuleType) -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -45,7 +48,7 @@ NAMES: dict[str, dict[str, str]] = {
     "transformers.file_utils": {
         **_NOT_THERE,
         "add_start_docstrings_to_callable": "transformers.file_utils:add_start_docstrings_to_model_forward",
-        "cached_property": "functools:cached_property",
+        "cached_property": "functools:cached_property", "torch_required": f"{__name__}:as_it_is",
         "TRANSFORMERS_CACHE": "huggingface_hub.constants:HF_HUB_CACHE",
     },
     "transformers.modeling_utils": {
@@ -85,15 +88,24 @@ NAMES: dict[str, dict[str, str]] = {
 MODULES: dict[str, dict[str, str]] = {
     "transformers.deepspeed": {"": "transformers.integrations.deepspeed"},
     "transformers.generation_utils": {"": "transformers.generation.utils"},
-    **{
-        f"transformers.models.{kind}.tokenization_{kind}_fast": {name: f"transformers:{name}"}
-        for kind, name in (
-            ("bert", "BertTokenizerFast"), ("gpt2", "GPT2TokenizerFast"), ("llama", "LlamaTokenizerFast"),
-            ("roberta", "RobertaTokenizerFast"), ("t5", "T5TokenizerFast"),
-        )
-    },
 }  # fmt: skip
 """Modules that are gone as a whole."""
+
+_FLAT = re.compile(r"transformers\.((?:configuration|modeling|tokenization)_(\w+))")
+_FAST = re.compile(r"transformers\.models\.(\w+)\.tokenization_\1_fast")
+
+
+def moved(name: str) -> dict[str, str]:
+    """Where the names of a module are that a type of model had, as in `MODULES`; empty where it had none.
+
+    Args:
+        name: `transformers.modeling_bert`, of release 3, or `transformers.models.bert.tokenization_bert_fast`.
+    """
+    flat, fast = _FLAT.fullmatch(name), _FAST.fullmatch(name)
+    if flat and find_spec(folder := f"transformers.models.{flat[2]}") and find_spec(f"{folder}.{flat[1]}"):
+        return {"": f"{folder}.{flat[1]}"}
+    return {"": "transformers"} if fast else {}
+
 
 RENAMED = {
     "transformers.trainer:Trainer": {"tokenizer": "processing_class"},
@@ -155,6 +167,11 @@ def not_there(*_: Any, **__: Any) -> bool:
     return False
 
 
+def as_it_is(function: Any) -> Any:
+    """A decorator that asked for a framework."""
+    return function
+
+
 def device_of(module: torch.nn.Module) -> torch.device:
     """Where a module's parameters are."""
     return next(module.parameters()).device
@@ -183,9 +200,11 @@ def contexts(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:
         ("transformers.modeling_utils", "PreTrainedModel", _OF_MODELS),
         ("transformers.configuration_utils", "PreTrainedConfig", _OF_CONFIGURATIONS),
         ("transformers.trainer", "Trainer", _OF_TRAINERS),
+        ("transformers.training_args", "TrainingArguments", _OF_ARGUMENTS),
     ):
         yield once_imported(module, partial(_having_members, module, owner, members, note))
     yield once_imported("transformers.trainer", partial(_taking_what_they_take, note))
+    yield once_imported("transformers.modeling_utils", partial(_made_as_before, note))
     yield once_imported("transformers.tokenization_utils_base", partial(_padding_as_before, note))
 
 
@@ -230,6 +249,7 @@ _OF_TOKENIZERS: dict[str, Any] = {
     "as_target_tokenizer": lambda _: nullcontext(),
     "batch_encode_plus": _encode_batch,
     "encode_plus": _encode,
+    "legacy": False,
     "max_len": property(lambda tokenizer: tokenizer.model_max_length),
 }
 
@@ -282,6 +302,45 @@ _OF_TRAINERS: dict[str, Any] = {
         lambda trainer, value: setattr(trainer, "processing_class", value),
     )
 }
+
+_OF_ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(LEFT_OUT["transformers.training_args:TrainingArguments"]),
+    "overwrite_output_dir": True,
+    **{
+        old: property(attrgetter(now))
+        for old, now in RENAMED["transformers.training_args:TrainingArguments"].items()
+    },
+    "group_by_length": property(lambda given: given.train_sampling_strategy == "group_by_length"),
+}
+
+
+@contextmanager
+def _made_as_before(note: NoteTaker) -> Iterator[None]:
+    """In the context, a model that ends its making by `init_weights` is made, and one is loaded in 8 or 4 bits."""
+    model = sys.modules["transformers.modeling_utils"].PreTrainedModel
+
+    def making(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any) -> None:
+            if hasattr(self, "all_tied_weights_keys"):
+                original(self)
+            else:
+                note(f"{type(self).__name__} ends its making by init_weights: post_init is the same by now")
+                self.post_init()
+
+        return init
+
+    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(kind: type, *args: Any, **kwargs: Any) -> Any:
+            bits = {name: kwargs.pop(name) for name in ("load_in_8bit", "load_in_4bit") if name in kwargs}
+            if any(bits.values()):
+                note(f"from_pretrained takes no {', '.join(bits)} any more: quantization_config says it")
+                kwargs["quantization_config"] = sys.modules["transformers"].BitsAndBytesConfig(**bits)
+            return original.__func__(kind, *args, **kwargs)  # type: ignore[attr-defined]
+
+        return classmethod(load)  # type: ignore[return-value]
+
+    with patched(model, "init_weights", making), patched(model, "from_pretrained", loading):
+        yield
 
 
 @contextmanager

@@ -35,6 +35,8 @@ def _run(folder: Path, old: str, monkeypatch: pytest.MonkeyPatch) -> ScriptRun:
         "from transformers.file_utils import is_torch_tpu_available\nassert not is_torch_tpu_available()\n",
         "from transformers.activations import swish\nassert swish(torch.zeros(2)).shape == (2,)\n",
         "from transformers.models.bert.tokenization_bert_fast import BertTokenizerFast as B\nassert B\n",
+        "from transformers.modeling_bert import BertConfig, BertModel\nassert BertModel\n",
+        "from transformers.file_utils import torch_required\nassert torch_required(abs) is abs\n",
         "from transformers.optimization import AdamW\nassert issubclass(AdamW, torch.optim.AdamW)\n",
     ],
 )
@@ -73,6 +75,17 @@ def test_models_have_their_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert any("get_head_mask, which is no more" in n for n in _run(tmp_path, old, monkeypatch).recorder.notes)
 
 
+def test_models_may_end_their_making_by_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = (
+        "from transformers import BertConfig, PreTrainedModel\n"
+        "class Mine(PreTrainedModel):\n    config_class = BertConfig\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n        self.w = torch.nn.Linear(2, 2)\n        self.init_weights()\n"
+        "Mine(BertConfig())\n"
+    )
+    assert any("Mine ends its making" in note for note in _run(tmp_path, old, monkeypatch).recorder.notes)
+
+
 def test_overrides_are_given_what_they_take() -> None:
     class Trainer:
         def compute_loss(
@@ -89,6 +102,18 @@ def test_overrides_are_given_what_they_take() -> None:
     assert call(Mine(), 1, 2) == 3 and not notes
     assert call(Mine(), 1, 2, count=4) == call(Mine(), 1, 2, False, 4) == 3 and len(notes) == 2
     assert older_transformers._fewer(Trainer.compute_loss, Trainer.compute_loss, notes.append) is None
+
+
+def test_arguments_are_read_by_their_old_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = (
+        "from transformers.training_args import TrainingArguments\n"
+        "class Given(TrainingArguments):\n"
+        "    def __init__(self):\n"
+        "        self.use_cpu, self.eval_strategy, self.train_sampling_strategy = True, 'no', 'random'\n"
+        "assert Given().no_cuda and Given().evaluation_strategy == 'no' and not Given().group_by_length\n"
+        "assert Given().overwrite_output_dir and Given().fp16_backend is None\n"
+    )
+    assert any("TrainingArguments.no_cuda" in note for note in _run(tmp_path, old, monkeypatch).recorder.notes)
 
 
 def test_arguments_that_are_said_by_others() -> None:
