@@ -12,6 +12,7 @@ import os
 import runpy
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -104,9 +105,19 @@ class _InPlace:
             if callable(entrypoint):
                 entrypoint(*given)
                 return
-            self.command(given if entrypoint == sys.executable else [entrypoint, *given])
+            words = given if entrypoint == sys.executable else (entrypoint, *given)
+            self.command([self._told_its_rank(word) for word in words])
 
         return start
+
+    def _told_its_rank(self, word: str) -> str:
+        """A word of the command, with the rank that the launcher fills in; its option as it was before PyTorch 2.
+
+        Parsers take either spelling (`_either_spelling`); who reads the command by hand is older.
+        """
+        if not word.startswith(_DASHED):
+            return word
+        return word.replace("${local_rank}", str(self.world.local_rank)).replace(_DASHED, _UNDERSCORED)
 
     def by_process(self, original: Callable[..., None]) -> Callable[..., None]:
         """Stands for the constructor of `Popen`, where it starts a launcher, or is accelerate's."""
@@ -140,6 +151,25 @@ class _InPlace:
         return lambda _: main
 
 
+_DASHED, _UNDERSCORED = "--local-rank", "--local_rank"
+"""What PyTorch's launcher says by now, and what it said before."""
+
+
+def _either_spelling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`parse_known_args` of a parser that is told its rank by the name that it knows."""
+
+    def parse(parser: ArgumentParser, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        known = parser._option_string_actions
+        if _DASHED in known and _UNDERSCORED not in known:
+            told = sys.argv[1:] if args is None else args
+            args = [
+                word.replace(_UNDERSCORED, _DASHED) if word.startswith(_UNDERSCORED) else word for word in told
+            ]
+        return original(parser, args, namespace)
+
+    return parse
+
+
 @contextmanager
 def in_place(world: World, started: list[Path]) -> Iterator[None]:
     """In the context, launchers run what they launch.
@@ -156,6 +186,7 @@ def in_place(world: World, started: list[Path]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner in (torchrun, api):  # each has the name; run as a module, the first is made anew
             stack.enter_context(replaced(owner, "elastic_launch", stands.by_torch))
+        stack.enter_context(patched(ArgumentParser, "parse_known_args", _either_spelling))
         stack.enter_context(patched(subprocess.Popen, "__init__", stands.by_process))
         stack.enter_context(once_imported("accelerate.utils", _marked))
         if "deepspeed" in sys.modules:

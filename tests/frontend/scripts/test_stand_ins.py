@@ -108,6 +108,9 @@ for step in range(3):
     assert grads[0].shape == x.shape and grads[2].shape == (8,) and len(grads) == 6
     first, second = x.detach().chunk(2, -1)
     rotary_emb.apply_rotary(first, second, None, None, first, second, False)
+    turned = (x * 1.0).chunk(2, -1)  # views of one tensor, which autograd lets nobody write
+    rotary_emb.apply_rotary(*turned, None, None, *turned, False)
+    assert turned[0].transpose(0, 1).shape == (4, 4)
     losses, lse = xentropy_cuda_lib.forward(y, torch.zeros(4).long(), 0.0)
     assert losses.shape == lse.shape == (4,) and losses.dtype == torch.float32
     assert xentropy_cuda_lib.backward(losses, y, lse, None, 0.0, True, 8) is y
