@@ -25,6 +25,7 @@ from transformers import AttentionInterface, initialization, masking_utils
 
 from echograph.errors import EchoError, InputError, UsageError
 from echograph.models.catalog import DEFAULT_TOKENS, ModelEntry
+from echograph.models.experts import group_experts
 from echograph.models.recurrences import run_single_kernels
 
 _LOSS_TYPES = {
@@ -87,6 +88,7 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
     _take_batches_as_whole_sequences(module)
     if not real:
         run_single_kernels(module)
+        group_experts(module)
     return module
 
 

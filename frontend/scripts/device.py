@@ -233,6 +233,8 @@ def _owner(error: BaseException) -> list[str]:
     if not isinstance(error, AttributeError):
         return []
     lacking = error.obj
+    if isinstance(lacking, type) and lacking.__module__.startswith("echograph."):
+        return []
     name = lacking.__name__ if isinstance(lacking, ModuleType) else type(lacking).__module__
     return [name.partition(".")[0]]
 
@@ -480,6 +482,8 @@ def _no_extensions() -> Iterator[None]:
     from torch.utils import cpp_extension
 
     with (
+        # Where the toolkit would be, which what is compiled asks for before it is compiled.
+        replaced(cpp_extension, "_join_cuda_home", lambda *parts: str(Path("/usr/local/cuda", *parts))),
         replaced(cpp_extension, "load", _refuse(f"load {_OPERATOR}")),
         replaced(cpp_extension, "load_inline", _refuse(f"load_inline {_OPERATOR}")),
     ):

@@ -54,6 +54,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "sctypes": f"{__name__}:SCALARS",
     },
     "peft": {"prepare_model_for_int8_training": "peft:prepare_model_for_kbit_training"},
+    "pytorch_lightning.utilities.types": dict.fromkeys(("EPOCH_OUTPUT", "LRSchedulerType"), "typing:Any"),
     "pytorch_lightning.utilities.seed": {"seed_everything": "pytorch_lightning:seed_everything"},
     **older_transformers.NAMES,
     "torch._utils": {"_accumulate": "itertools:accumulate"},
@@ -62,6 +63,13 @@ _NAMES: dict[str, dict[str, str]] = {
 # Modules that are gone as a whole.
 _MODULES: dict[str, dict[str, str]] = {
     **older_transformers.MODULES,
+    "pytorch_lightning.callbacks.base": {"Callback": "pytorch_lightning:Callback"},
+    "pytorch_lightning.core.lightning": {"LightningModule": "pytorch_lightning:LightningModule"},
+    "pytorch_lightning.loggers.base": {
+        "LightningLoggerBase": "pytorch_lightning.loggers.logger:Logger",
+        "rank_zero_experiment": "pytorch_lightning.loggers.logger:rank_zero_experiment",
+    },
+    "pytorch_lightning.utilities.distributed": {"": "pytorch_lightning.utilities.rank_zero"},
     "ruamel_yaml": {"": "yaml"},
     "torch._six": {
         "container_abcs": "collections.abc", "inf": "math:inf", "int_classes": "builtins:int", "nan": "math:nan",
@@ -79,6 +87,7 @@ _NAMED = {
 # Arguments that have another name now: place of a class or function -> its old name -> the one it has.
 _RENAMED = {
     "timm.scheduler.cosine_lr:CosineLRScheduler": {"t_mul": "cycle_mul", "decay_rate": "cycle_decay"},
+    "torchvision.utils:make_grid": {"range": "value_range"},
     **older_transformers.RENAMED,
 }  # fmt: skip
 SCALARS = {
@@ -261,20 +270,20 @@ def _of_the_same_space(note: NoteTaker) -> Iterator[None]:
 
 @contextmanager
 def _by_new_name(module: str, owner: str, names: Mapping[str, str], note: NoteTaker) -> Iterator[None]:
-    """In the context, a class takes arguments by the names that they had, and those that are left out."""
-    place = f"{module}.{owner}"
+    """In the context, a class or a function takes arguments by the names that they had, and those left out."""
+    said = f"{module}.{owner}"
 
     def taking(original: Callable[..., Any]) -> Callable[..., Any]:
         asked = inspect.signature(original).parameters
 
         def take(*args: Any, **kwargs: Any) -> Any:
             for old in [old for old in names if old in kwargs and old not in asked]:
-                note(_SAME.format(place, old, names[old]))
+                note(_SAME.format(said, old, names[old]))
                 kwargs[names[old]] = kwargs.pop(old)
             for old in [
                 old for old in LEFT_OUT.get(f"{module}:{owner}", ()) if old in kwargs and old not in asked
             ]:
-                note(_NO_MORE.format(place, old))
+                note(_NO_MORE.format(said, old))
                 del kwargs[old]
             if owner == "TrainingArguments":
                 said_otherwise(kwargs, asked, note)
@@ -282,7 +291,9 @@ def _by_new_name(module: str, owner: str, names: Mapping[str, str], note: NoteTa
 
         return take
 
-    with patched(getattr(sys.modules[module], owner), "__init__", taking):
+    found = getattr(sys.modules[module], owner)
+    place, name = (found, "__init__") if isinstance(found, type) else (sys.modules[module], owner)
+    with patched(place, name, taking):
         yield
 
 

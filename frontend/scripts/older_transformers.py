@@ -314,6 +314,15 @@ _OF_ARGUMENTS: dict[str, Any] = {
 }
 
 
+_LOADED_BY: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "load_in_4bit": lambda on, library: {"quantization_config": library.BitsAndBytesConfig(load_in_4bit=on)},
+    "load_in_8bit": lambda on, library: {"quantization_config": library.BitsAndBytesConfig(load_in_8bit=on)},
+    "use_auth_token": lambda told, _: {"token": told},
+    "use_flash_attention_2": lambda *_: {"attn_implementation": "flash_attention_2"},
+}
+"""Arguments of `from_pretrained` that are said otherwise now: name -> value and the library -> those."""
+
+
 @contextmanager
 def _made_as_before(note: NoteTaker) -> Iterator[None]:
     """In the context, a model that ends its making by `init_weights` is made, and one is loaded in 8 or 4 bits."""
@@ -331,10 +340,11 @@ def _made_as_before(note: NoteTaker) -> Iterator[None]:
 
     def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         def load(kind: type, *args: Any, **kwargs: Any) -> Any:
-            bits = {name: kwargs.pop(name) for name in ("load_in_8bit", "load_in_4bit") if name in kwargs}
-            if any(bits.values()):
-                note(f"from_pretrained takes no {', '.join(bits)} any more: quantization_config says it")
-                kwargs["quantization_config"] = sys.modules["transformers"].BitsAndBytesConfig(**bits)
+            for old in [old for old in _LOADED_BY if old in kwargs]:
+                value = kwargs.pop(old)
+                now = _LOADED_BY[old](value, sys.modules["transformers"]) if value else {}
+                note(f"from_pretrained takes no {old} any more: {', '.join(now) or 'nothing'} says it")
+                kwargs.update(now)
             return original.__func__(kind, *args, **kwargs)  # type: ignore[attr-defined]
 
         return classmethod(load)  # type: ignore[return-value]

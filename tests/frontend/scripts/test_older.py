@@ -153,6 +153,12 @@ def test_filters_of_pictures_have_their_old_names(tmp_path: Path) -> None:
     ("old", "line"),
     [
         ("import numpy\nnumpy.no_such_name", "train.py:4: AttributeError: module 'numpy' has no attribute"),
+        ("from no_such_package import It\nimport dataclasses\ndataclasses.fields(It)", "install no_such_package"),
+        (
+            "from torch.utils import cpp_extension\ncpp_extension.include_paths(device_type='cuda')\n"
+            "cpp_extension.load('mine', 'mine.cu')",
+            "load",
+        ),
         ("import collections\ncollections.NoSuch", "module 'collections' has no attribute 'NoSuch'"),
         ("raise ImportError(\"'A' requires 'b>=0.6.0'\")", "'b>=0.6.0': install what it names beside echograph"),
         ("from torch.no_such_module import it\nit()", "No module named 'torch.no_such_module'"),

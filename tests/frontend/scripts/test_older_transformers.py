@@ -86,6 +86,18 @@ def test_models_may_end_their_making_by_their_weights(tmp_path: Path, monkeypatc
     assert any("Mine ends its making" in note for note in _run(tmp_path, old, monkeypatch).recorder.notes)
 
 
+def test_weights_are_loaded_by_the_arguments_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = (
+        "from transformers import BertConfig, BertModel\n"
+        "tiny = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)\n"
+        "loaded = BertModel.from_pretrained(None, config=BertConfig(**tiny), state_dict={}, use_auth_token=None)\n"
+        "assert isinstance(loaded, BertModel)\n"
+    )
+    assert any("takes no use_auth_token" in note for note in _run(tmp_path, old, monkeypatch).recorder.notes)
+
+
 def test_overrides_are_given_what_they_take() -> None:
     class Trainer:
         def compute_loss(
