@@ -331,9 +331,33 @@ def _older_options(note: NoteTaker) -> Iterator[None]:
 
         return add
 
+    def reading(original: Callable[..., Any]) -> Callable[..., Any]:
+        def parse(parser: Any, args: dict[str, Any], *given: Any, **named: Any) -> Any:
+            for kind in parser.dataclass_types:
+                if any(base.__name__ == "TrainingArguments" for base in kind.__mro__):
+                    args = _by_what_there_is(dict(args), kind.__dataclass_fields__, note)
+            return original(parser, args, *given, **named)
+
+        return parse
+
     kind = sys.modules["transformers.hf_argparser"].HfArgumentParser
-    with patched(kind, "_add_dataclass_arguments", adding):
+    with patched(kind, "_add_dataclass_arguments", adding), patched(kind, "parse_dict", reading):
         yield
+
+
+def _by_what_there_is(given: dict[str, Any], asked: Mapping[str, Any], note: NoteTaker) -> dict[str, Any]:
+    """Arguments of the trainer, of a file, by the names that they have; those that decide nothing are left out."""
+    place = "transformers.training_args:TrainingArguments"
+    for old, now in _RENAMED[place].items():
+        if old in given and old not in asked:
+            note(_SAME.format("transformers' TrainingArguments", old, now))
+            given[now] = given.pop(old)
+    for old in LEFT_OUT[place]:
+        if old in given and old not in asked:
+            note(_NO_MORE.format("transformers' TrainingArguments", old))
+            del given[old]
+    said_otherwise(given, asked, note)
+    return given
 
 
 def _arguments(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:

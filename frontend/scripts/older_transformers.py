@@ -205,6 +205,9 @@ def contexts(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:
         yield once_imported(module, partial(_having_members, module, owner, members, note))
     yield once_imported("transformers.trainer", partial(_taking_what_they_take, note))
     yield once_imported("transformers.modeling_utils", partial(_made_as_before, note))
+    for module in ("transformers.file_utils", "transformers.utils"):
+        yield once_imported(module, partial(_documented_as_before, module))
+    yield once_imported("huggingface_hub.utils._headers", _without_a_token)
     yield once_imported("transformers.tokenization_utils_base", partial(_padding_as_before, note))
 
 
@@ -314,10 +317,35 @@ _OF_ARGUMENTS: dict[str, Any] = {
 }
 
 
+@contextmanager
+def _documented_as_before(module: str) -> Iterator[None]:
+    """In the context, what wrote a docstring of examples takes any arguments, and writes none."""
+
+    def documenting(_: Any) -> Callable[..., Any]:
+        return lambda *_, **__: as_it_is
+
+    with patched(sys.modules[module], "add_code_sample_docstrings", documenting):
+        yield
+
+
+@contextmanager
+def _without_a_token() -> Iterator[None]:
+    """In the context, who asks the hub for what is the user's own needs no token: the hub is not asked."""
+    headers = sys.modules["huggingface_hub.utils._headers"]
+
+    def sending(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda token: None if token is True else original(token)
+
+    with patched(headers, "get_token_to_send", sending):
+        yield
+
+
 _LOADED_BY: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "load_in_4bit": lambda on, library: {"quantization_config": library.BitsAndBytesConfig(load_in_4bit=on)},
     "load_in_8bit": lambda on, library: {"quantization_config": library.BitsAndBytesConfig(load_in_8bit=on)},
-    "use_auth_token": lambda told, _: {"token": told},
+    "use_auth_token": lambda told, _: (
+        {"token": told} if isinstance(told, str) else {}
+    ),  # one's own, of no use here
     "use_flash_attention_2": lambda *_: {"attn_implementation": "flash_attention_2"},
 }
 """Arguments of `from_pretrained` that are said otherwise now: name -> value and the library -> those."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from script_ranks import SMALL_TRAINING
 
 from echograph.errors import CaptureError
+from echograph.frontend.scripts.adapter import once_imported
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
@@ -142,6 +145,23 @@ def test_masks_of_bytes_are_read_as_booleans(tmp_path: Path) -> None:
     )
     notes = _run(tmp_path, old).recorder.notes
     assert sum("no mask of bytes" in note for note in notes) == 3
+
+
+def test_who_asks_whether_a_module_is_there_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As packages that look for one another do: `importlib.util.find_spec("transformers")`."""
+    (tmp_path / "looked_for.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    entered: list[str] = []
+    with (
+        once_imported("looked_for", lambda: nullcontext(entered.append("first"))),
+        once_imported("looked_for", lambda: nullcontext(entered.append("second"))),
+    ):
+        assert importlib.util.find_spec("looked_for") is not None and not entered
+        assert importlib.import_module("looked_for").x == 1
+    assert sorted(entered) == ["first", "second"]
+    sys.modules.pop("looked_for", None)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="needs Pillow")

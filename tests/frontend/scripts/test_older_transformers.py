@@ -128,6 +128,22 @@ def test_arguments_are_read_by_their_old_names(tmp_path: Path, monkeypatch: pyte
     assert any("TrainingArguments.no_cuda" in note for note in _run(tmp_path, old, monkeypatch).recorder.notes)
 
 
+def test_arguments_of_a_file_have_the_names_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = (
+        "import dataclasses\nfrom transformers import HfArgumentParser\n"
+        "@dataclasses.dataclass\nclass TrainingArguments:\n    eval_strategy: str = 'no'\n"
+        "given = {'evaluation_strategy': 'steps', 'overwrite_output_dir': True}\n"
+        "assert HfArgumentParser(TrainingArguments).parse_dict(given)[0].eval_strategy == 'steps'\n"
+        "from transformers.file_utils import add_code_sample_docstrings\n"
+        "assert add_code_sample_docstrings(tokenizer_class='T', checkpoint='x')(abs) is abs\n"
+        "from huggingface_hub.utils import get_token_to_send\nassert get_token_to_send(True) is None\n"
+    )
+    notes = _run(tmp_path, old, monkeypatch).recorder.notes
+    assert any("no argument overwrite_output_dir" in note for note in notes)
+
+
 def test_arguments_that_are_said_by_others() -> None:
     notes: list[str] = []
     given = {"group_by_length": True, "fsdp_transformer_layer_cls_to_wrap": "Block", "adafactor": False, "lr": 1}
