@@ -270,9 +270,8 @@ class _Watch(MetaPathFinder, Loader):
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """As its own loader does, which it then has; and it is there."""
+        """As its own loader does, which it then has; and it is there, anew if it is imported once more."""
         assert module.__spec__ is not None
-        self.end()
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         self._then()

@@ -146,9 +146,13 @@ def _answering(module: str, names: Mapping[str, str], note: NoteTaker) -> Callab
 @contextmanager
 def _having(module: str, names: Mapping[str, str], note: NoteTaker) -> Iterator[None]:
     """In the context, a module has names that it has no more."""
+    kind, old = type(sys.modules[module]), _answering(module, names, note)
+    if kind is not ModuleType:  # Transformers makes its own, and may make it once more
+        with patched(kind, "__getattr__", partial(_lazily, module, names, old)):
+            yield
+        return
     contents = vars(sys.modules[module])
     before = contents.get("__getattr__")
-    old = _answering(module, names, note)
     contents["__getattr__"] = lambda name: old(name) if before is None or name in names else before(name)
     try:
         yield
@@ -157,6 +161,22 @@ def _having(module: str, names: Mapping[str, str], note: NoteTaker) -> Iterator[
             del contents["__getattr__"]
         else:
             contents["__getattr__"] = before
+
+
+def _lazily(
+    module: str, names: Mapping[str, str], old: Callable[[str], Any], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`__getattr__` of a class of modules, one of which has names no more."""
+
+    def get(self: ModuleType, name: str) -> Any:
+        try:
+            return original(self, name)
+        except AttributeError:
+            if self.__name__ != module or name not in names:
+                raise
+            return old(name)
+
+    return get
 
 
 @contextmanager

@@ -44,6 +44,19 @@ def test_names_are_as_they_were(old: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert any("transformers" in note for note in _run(tmp_path, old, monkeypatch).recorder.notes)
 
 
+def test_names_are_there_where_the_package_is_made_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first lines may run twice, and make another module."""
+    old = (
+        "import sys, transformers\nkind = type(transformers)\n"
+        "again = kind('transformers', transformers.__file__, {}, module_spec=transformers.__spec__)\n"
+        "sys.modules['transformers'] = again\nfrom transformers import AdamW\n"
+        "sys.modules['transformers'] = transformers\nassert issubclass(AdamW, torch.optim.AdamW)\n"
+    )
+    assert any("transformers.AdamW" in note for note in _run(tmp_path, old, monkeypatch).recorder.notes)
+
+
 def test_tokenizers_have_their_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = _TOKENIZER + (
         "assert tokenizer.encode_plus('a', 'b')['token_type_ids'] == [0, 0, 0, 1, 1]\n"
