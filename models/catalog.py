@@ -274,11 +274,17 @@ def _heads(model_type: str) -> tuple[dict[str, ModelKind], tuple[str, ...]]:
         found = table.get(model_type, ())
         return (found,) if isinstance(found, str) else tuple(found)
 
+    hearing = {  # language models that hear and do not see; one with a class for text alone is trained on text
+        kind: name
+        for kind, name in auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()
+        if kind not in (*auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    }
     tables: tuple[tuple[ModelKind, Mapping[str, Any]], ...] = (
         ("image-text", auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
         ("image-text-pairs", auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES),
         ("speech-recognition", auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
         ("speech-recognition", auto.MODEL_FOR_CTC_MAPPING_NAMES),
+        ("speech-recognition", hearing),
         ("seq2seq", auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
         ("masked-lm", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
         ("causal-lm", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),

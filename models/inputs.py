@@ -55,6 +55,8 @@ def training_inputs(
             return multimodal.image_text(module, batch_size, seq_len)
         case "image-text-pairs":
             return multimodal.image_text_pairs(module, batch_size, seq_len)
+        case "speech-recognition" if hasattr(module, "get_audio_features"):
+            return multimodal.sound_text(module, batch_size, seq_len)
         case "speech-recognition":
             text = multimodal.text_ids(config, batch_size, seq_len)
             return {**multimodal.sound(module, batch_size), "labels": text}

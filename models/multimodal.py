@@ -50,17 +50,54 @@ def image_text(module: nn.Module, batch_size: int, seq_len: int) -> dict[str, Te
         inputs["cross_attention_mask"] = torch.ones(batch_size, seq_len, 1, tiles, dtype=torch.long)
         ids = text_ids(config, batch_size, seq_len)
         return {"input_ids": ids, "labels": ids.clone(), **inputs}
-    image = _image_token(config)
-    count = _image_tokens(module, inputs) // batch_size
+    image = _token(config, "image")
+    count = _rows(module, module.get_image_features, inputs) // batch_size
+    return _beside_text(module, batch_size, seq_len, "an image", image, count) | inputs
+
+
+def sound_text(module: nn.Module, batch_size: int, seq_len: int) -> dict[str, Tensor]:
+    """Sound in a text, as `image_text` has images: for language models that hear.
+
+    Args:
+        module: a model of the sound and the text.
+        batch_size: samples.
+        seq_len: tokens of a sample, those that stand for its sound among them.
+
+    Raises:
+        UsageError: the tokens do not hold the sound.
+        InputError: how the model takes sound is not known here.
+    """
+    config: Any = module.config
+    inputs = sound(module, batch_size)
+    asked = _parameters(module.get_audio_features).get("input_features_mask")
+    if asked is not None and asked.default is inspect.Parameter.empty:
+        inputs["input_features_mask"] = torch.ones(
+            batch_size, inputs["input_features"].shape[-1], dtype=torch.long
+        )
+    try:
+        count = _rows(module, module.get_audio_features, inputs) // batch_size
+    except InputError:  # which of the two the frames are, no configuration says
+        inputs["input_features"] = inputs["input_features"].mT
+        count = _rows(module, module.get_audio_features, inputs) // batch_size
+    return _beside_text(module, batch_size, seq_len, "sound", _token(config, "audio"), count) | inputs
+
+
+def _beside_text(
+    module: nn.Module, batch_size: int, seq_len: int, what: str, token: int, count: int
+) -> dict[str, Tensor]:
+    """A text behind as many tokens as stand for an image or for sound, which have no labels."""
+    config: Any = module.config
     if count >= seq_len:
-        raise UsageError(f"{seq_len} tokens do not hold an image of {count} tokens and a text: give more")
+        raise UsageError(f"{seq_len} tokens do not hold {what} of {count} tokens and a text: give more")
     text = text_ids(config, batch_size, seq_len - count)
-    ids = torch.cat([torch.full((batch_size, count), image), text], dim=1)
-    stands = ids == image
-    for name in ("token_type_ids", "mm_token_type_ids"):
-        if name in _parameters(module.forward):
-            inputs[name] = stands.long()
-    return {"input_ids": ids, "labels": torch.where(stands, IGNORED, ids), **inputs}
+    ids = torch.cat([torch.full((batch_size, count), token), text], dim=1)
+    stands = ids == token
+    types = {
+        name: stands.long()
+        for name in ("token_type_ids", "mm_token_type_ids")
+        if name in _parameters(module.forward)
+    }
+    return {"input_ids": ids, "labels": torch.where(stands, IGNORED, ids), **types}
 
 
 def image_text_pairs(module: nn.Module, batch_size: int, image_side: int) -> dict[str, Tensor]:
@@ -138,23 +175,26 @@ def image_side(vision: Any) -> int:
     return size if isinstance(size, int) else IMAGE_SIDE
 
 
-def _image_token(config: Any) -> int:
-    for name in ("image_token_id", "image_token_index"):
+def _token(config: Any, what: str) -> int:
+    """The token that stands for an image or for sound, a row each."""
+    for name in (f"{what}_token_id", f"{what}_token_index"):
         if isinstance(token := getattr(config, name, None), int):
             return token
-    raise InputError(f"{type(config).__name__}: no 'image_token_id': where the text has its image is not known")
+    raise InputError(f"{type(config).__name__}: no '{what}_token_id': where the text has its {what} is not known")
 
 
-def _image_tokens(module: Any, inputs: dict[str, Tensor]) -> int:
-    """Rows that the vision tower gives to the text, of all images."""
-    given = {name: tensor for name, tensor in inputs.items() if name in _parameters(module.get_image_features)}
+def _rows(module: nn.Module, tower: Any, inputs: dict[str, Tensor]) -> int:
+    """Rows that a tower gives to the text, of all images or sounds."""
+    names = _parameters(tower)
+    passed_on = any(one.kind is one.VAR_POSITIONAL for one in names.values())
     try:
         with torch.no_grad():
-            features = module.get_image_features(**given)
-    except Exception as error:  # whatever the library does with images that it did not expect, or have no values
+            features = tower(**{name: one for name, one in inputs.items() if passed_on or name in names})
+    except Exception as error:  # whatever the library does with what it did not expect, or has no values
         reason = str(error).strip().partition("\n")[0]
+        what = "audio" if "audio" in tower.__name__ else "vision"
         raise InputError(
-            f"{type(module).__name__}: its vision tower does not run without data: {reason}"
+            f"{type(module).__name__}: its {what} tower does not run without data: {reason}"
         ) from error
     if not isinstance(features, Tensor | list | tuple):
         pooled = features.pooler_output

@@ -12,6 +12,7 @@ sink in the softmax, which reads a number a head, and windows, which are counted
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import AttentionInterface, initialization, masking_utils
 
 from echograph.errors import EchoError, InputError, UsageError
 from echograph.models.catalog import DEFAULT_TOKENS, ModelEntry
+from echograph.models.experts import group_experts
 from echograph.models.recurrences import run_single_kernels
 
 _LOSS_TYPES = {
@@ -86,6 +88,7 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
     _take_batches_as_whole_sequences(module)
     if not real:
         run_single_kernels(module)
+        group_experts(module)
     return module
 
 
@@ -112,6 +115,11 @@ def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | 
             if hasattr(part, name):
                 setattr(part, name, 0.0)
     config._attn_implementation = attention
+    if getattr(config, "is_encoder_decoder", False):
+        # What comes before labels, by which they are shifted: whichever token it is, the step is the same.
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
     window = getattr(config, "sliding_window", None)
     if window is not None and seq_len <= window and getattr(config, "layer_types", None) is None:
         # The window then masks nothing; without it attention stays causal and fused, with no explicit mask.
@@ -127,8 +135,10 @@ def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | 
 def _check_layers(entry: ModelEntry) -> None:
     for key, value in entry.config.items():
         counts = value if key == "depths" and isinstance(value, list) else [value]
-        if key.endswith(("layer", "layers", "depths")) and any(
-            isinstance(count, int) and not 0 <= count <= MAX_LAYERS for count in counts
+        if (
+            key.endswith(("layer", "layers", "depths"))
+            and "feature" not in key
+            and any(isinstance(count, int) and not 0 <= count <= MAX_LAYERS for count in counts)
         ):
             raise InputError(f"model {entry.name}: {key} {value}: at most {MAX_LAYERS:,} layers are built")
 
@@ -144,7 +154,7 @@ def _check_positions(entry: ModelEntry, module: nn.Module, seq_len: int) -> None
         last = name.rpartition(".")[2]
         if not isinstance(child, nn.Embedding) or last not in _POSITION_TABLES:
             continue
-        if entry.kind == "speech-recognition" and "encoder." in name:
+        if entry.kind == "speech-recognition" and re.search(r"\b(encoder|audio_tower)\.", name):
             continue  # positions of the sound, which is as long as they are
         first = 0 if child.padding_idx is None else child.padding_idx + 1
         limit = child.num_embeddings - int(getattr(child, "offset", first))

@@ -32,6 +32,9 @@ _TORCH = str(Path(torch.__file__).parent)
 MOST_KNOWN = 1 << 20
 MOST_OF_GPU = 1 << 16
 """Real numbers of a tensor that is on the GPU, or of a batch, which goes there."""
+MOST_REPEATED = 1 << 26
+"""Of a view that repeats what is small, as a mask of tokens does for each number of a token."""
+_REPEATING = (Tensor.expand, torch.broadcast_to)
 _VALUES = "_echograph_values"
 _UNKNOWN = object()
 _ALIKE = "_echograph_alike"
@@ -106,6 +109,8 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, m
         out: what it made.
         most: real numbers of a tensor that are computed.
     """
+    if func is Tensor.expand_as:  # of the other one the shape alone counts
+        func, args, kwargs = Tensor.expand, (args[0], *(args[1].shape if args[1:] else kwargs["other"].shape)), {}
     first: Any = args[func is torch.einsum] if args else None
     if func in _MADE_LIKE and isinstance(out, FakeTensor) and is_small(out):
         with apart():
@@ -120,7 +125,9 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, m
     made = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
     if not any(isinstance(tensor, FakeTensor) for tensor in (made if made or not in_place else (first,))):
         return  # a real tensor was written already
-    given: Any = _with_values((args, kwargs)) if all(is_small(tensor, most) for tensor in made) else _UNKNOWN
+    kept = func in _REPEATING and made[0].numel() <= MOST_REPEATED
+    kept = kept or all(is_small(tensor, most) for tensor in made)
+    given: Any = _with_values((args, kwargs)) if kept else _UNKNOWN
     if given is _UNKNOWN:
         if in_place:
             forget(kwargs.get("out", first))

@@ -13,6 +13,7 @@ is left out, or None, where the module returns the loss or an object with `.loss
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,9 @@ _LONGEST_REASON = 200
 def reason(error: BaseException) -> str:
     """Type and first line of an exception; of one that says nothing, as an `assert`, the code that raised it."""
     lines = str(error).strip().splitlines() or [_code(error) or "no message"]
-    first_line = " ".join(lines[: 1 + lines[0].endswith(":")])
+    # pydantic says in two further lines what is wrong of which field.
+    more = 2 if re.match(r"\d+ validation errors? for ", lines[0]) else int(lines[0].endswith(":"))
+    first_line = " ".join(line.strip() for line in lines[: 1 + more])
     return f"{type(error).__name__}: {first_line[:_LONGEST_REASON]}"
 
 

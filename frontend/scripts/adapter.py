@@ -242,6 +242,7 @@ class _Watch(MetaPathFinder, Loader):
     def __init__(self, name: str, then: Callable[[], Any]) -> None:
         self._name, self._then = name, then
         self._loader: Any = None
+        self._finding = False
 
     def end(self) -> None:
         """It watches no more."""
@@ -252,11 +253,14 @@ class _Watch(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """What the finders behind this one find, to be imported by way of this one."""
-        if name != self._name:
+        if name != self._name or self._finding:
             return None
-        self.end()
-        spec = importlib.util.find_spec(name)
-        if spec is not None:
+        self._finding = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._finding = False
+        if spec is not None:  # of who imports it, or asks only whether it is there
             self._loader, spec.loader = spec.loader, self
         return spec
 
@@ -266,7 +270,7 @@ class _Watch(MetaPathFinder, Loader):
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """As its own loader does, which it then has; and it is there."""
+        """As its own loader does, which it then has; and it is there, anew if it is imported once more."""
         assert module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)

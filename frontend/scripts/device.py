@@ -145,6 +145,7 @@ _INSTALLED = (
 _STOOD_IN = (
     "{} is not installed, and what stands in for it has no such name: let the script take PyTorch's own operators"
 )
+_OF_OTHER_VERSIONS = (KeyError, NameError, RuntimeError, TypeError, ValueError)
 _OTHER_VERSION = (
     "which may be why: a script that raises on real ranks, too, is captured once it runs with what is here, or "
     "from an environment with what it asks for"
@@ -213,6 +214,8 @@ def remedy(error: BaseException, script: Path) -> str:
     called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
     # A file that is not there is in no version.
     other_version = called or isinstance(error, AttributeError | ImportError) or _raising(error)
+    if not known and not other_version and isinstance(error, _OF_OTHER_VERSIONS) and (told := unmet(script)):
+        return f"{told}, {_OTHER_VERSION}"
     if known or not other_version or isinstance(error, OSError):
         return known
     raising = _raising(error)
@@ -230,6 +233,8 @@ def _owner(error: BaseException) -> list[str]:
     if not isinstance(error, AttributeError):
         return []
     lacking = error.obj
+    if isinstance(lacking, type) and lacking.__module__.startswith("echograph."):
+        return []
     name = lacking.__name__ if isinstance(lacking, ModuleType) else type(lacking).__module__
     return [name.partition(".")[0]]
 
@@ -477,6 +482,8 @@ def _no_extensions() -> Iterator[None]:
     from torch.utils import cpp_extension
 
     with (
+        # Where the toolkit would be, which what is compiled asks for before it is compiled.
+        replaced(cpp_extension, "_join_cuda_home", lambda *parts: str(Path("/usr/local/cuda", *parts))),
         replaced(cpp_extension, "load", _refuse(f"load {_OPERATOR}")),
         replaced(cpp_extension, "load_inline", _refuse(f"load_inline {_OPERATOR}")),
     ):
@@ -847,6 +854,7 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
         _address(args[0]) if isinstance(args[0], FakeTensor) else NotImplemented
     ),
     Tensor.pin_memory: lambda mode, func, args, kwargs: args[0],
+    Tensor.share_memory_: lambda mode, func, args, kwargs: args[0],  # with processes that are left out
     Tensor.is_pinned: lambda mode, func, args, kwargs: False,
     torch.device: OnTheDevice._device,
     Tensor.view: OnTheDevice._view,

@@ -39,7 +39,7 @@ class _Lacking(type):
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__") and name != "__version__":
-            raise AttributeError(name)
+            raise AttributeError(name) from cls.error
         if name == "__version__":
             cls._fail()
         return _lacking(f"{cls.__module__}.{cls.__name__}", name, cls.error)

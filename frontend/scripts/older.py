@@ -25,8 +25,9 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import Sampler
 
-from echograph.frontend.scripts import older_calls
+from echograph.frontend.scripts import older_calls, older_transformers
 from echograph.frontend.scripts.adapter import once_imported, patched
+from echograph.frontend.scripts.older_transformers import LEFT_OUT, SAID_OTHERWISE, said_otherwise
 from echograph.frontend.scripts.values import NoteTaker, caller
 
 # Module: its name of what is gone -> where the same is, as module:name; a module alone is the whole of it.
@@ -56,8 +57,9 @@ _NAMES: dict[str, dict[str, str]] = {
         "sctypes": f"{__name__}:SCALARS",
     },
     "peft": {"prepare_model_for_int8_training": "peft:prepare_model_for_kbit_training"},
+    "pytorch_lightning.utilities.types": dict.fromkeys(("EPOCH_OUTPUT", "LRSchedulerType"), "typing:Any"),
     "pytorch_lightning.utilities.seed": {"seed_everything": "pytorch_lightning:seed_everything"},
-    "transformers": {"AdamW": f"{__name__}:AdamW"},
+    **older_transformers.NAMES,
     "scipy.misc": {name: f"scipy.special:{name}" for name in ("comb", "factorial", "logsumexp")},
     "skimage.measure": {
         "compare_mse": "skimage.metrics:mean_squared_error",
@@ -74,6 +76,15 @@ _NAMES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 # Modules that are gone as a whole.
 _MODULES: dict[str, dict[str, str]] = {
+    **older_transformers.MODULES,
+    "pytorch_lightning.callbacks.base": {"Callback": "pytorch_lightning:Callback"},
+    "pytorch_lightning.core.lightning": {"LightningModule": "pytorch_lightning:LightningModule"},
+    "pytorch_lightning.loggers.base": {
+        "LightningLoggerBase": "pytorch_lightning.loggers.logger:Logger",
+        "rank_zero_experiment": "pytorch_lightning.loggers.logger:rank_zero_experiment",
+    },
+    "pytorch_lightning.utilities.distributed": {"": "pytorch_lightning.utilities.rank_zero"},
+    "ruamel_yaml": {"": "yaml"},
     "sklearn.cross_validation": {"": "sklearn.model_selection"},
     "torch._six": {
         "container_abcs": "collections.abc", "inf": "math:inf", "int_classes": "builtins:int", "nan": "math:nan",
@@ -96,19 +107,7 @@ _RENAMED = {
     "torchvision.transforms.transforms:RandomRotation": {"resample": "interpolation"},
     "torchvision.utils:make_grid": {"range": "value_range"},
     "timm.scheduler.cosine_lr:CosineLRScheduler": {"t_mul": "cycle_mul", "decay_rate": "cycle_decay"},
-    "transformers.trainer:Trainer": {"tokenizer": "processing_class"},
-    "transformers.training_args:TrainingArguments": {
-        "evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu", "warmup_ratio": "warmup_steps",
-        "per_gpu_eval_batch_size": "per_device_eval_batch_size",
-        "per_gpu_train_batch_size": "per_device_train_batch_size",
-    },
-}  # fmt: skip
-# Arguments that said what is printed, written or chosen by itself, and are left out.
-_LEFT_OUT = {
-    "transformers.training_args:TrainingArguments": (
-        "fp16_backend", "half_precision_backend", "include_inputs_for_metrics", "jit_mode_eval", "logging_dir",
-        "overwrite_output_dir", "save_safetensors",
-    ),
+    **older_transformers.RENAMED,
 }  # fmt: skip
 SCALARS = {
     "int": [np.int8, np.int16, np.int32, np.int64], "uint": [np.uint8, np.uint16, np.uint32, np.uint64],
@@ -116,17 +115,6 @@ SCALARS = {
     "complex": [np.complex64, np.complex128, np.clongdouble], "others": [bool, object, bytes, str, np.void],
 }  # fmt: skip
 """`numpy.sctypes`."""
-
-
-class AdamW(torch.optim.AdamW):
-    """Transformers' own, before its release 5: an update of each parameter, with defaults other than PyTorch's."""
-
-    def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
-        weight_decay: float = 0.0, correct_bias: bool = True, no_deprecation_warning: bool = False,
-    ) -> None:  # fmt: skip
-        del correct_bias, no_deprecation_warning  # numbers by which it multiplied, and what it printed
-        super().__init__(params, lr, betas, eps, weight_decay, foreach=False, fused=False)
 
 
 @contextmanager
@@ -147,7 +135,12 @@ def installed(note: NoteTaker) -> Iterator[None]:
         stack.enter_context(once_imported("transformers.hf_argparser", partial(_older_options, note)))
         stack.enter_context(once_imported("timm.models._factory", _without_nothing))
         stack.enter_context(once_imported(_OBSERVING, partial(_of_the_same_space, note)))
-        for kept in (*_arguments(note), *older_calls.installed(note), _modules(note)):
+        for kept in (
+            *_arguments(note),
+            *older_calls.installed(note),
+            *older_transformers.contexts(note),
+            _modules(note),
+        ):
             stack.enter_context(kept)
         yield
 
@@ -177,9 +170,13 @@ def _answering(module: str, names: Mapping[str, str], note: NoteTaker) -> Callab
 @contextmanager
 def _having(module: str, names: Mapping[str, str], note: NoteTaker) -> Iterator[None]:
     """In the context, a module has names that it has no more."""
+    kind, old = type(sys.modules[module]), _answering(module, names, note)
+    if kind is not ModuleType:  # Transformers makes its own, and may make it once more
+        with patched(kind, "__getattr__", partial(_lazily, module, names, old)):
+            yield
+        return
     contents = vars(sys.modules[module])
     before = contents.get("__getattr__")
-    old = _answering(module, names, note)
     contents["__getattr__"] = lambda name: old(name) if before is None or name in names else before(name)
     try:
         yield
@@ -188,6 +185,22 @@ def _having(module: str, names: Mapping[str, str], note: NoteTaker) -> Iterator[
             del contents["__getattr__"]
         else:
             contents["__getattr__"] = before
+
+
+def _lazily(
+    module: str, names: Mapping[str, str], old: Callable[[str], Any], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`__getattr__` of a class of modules, one of which has names no more."""
+
+    def get(self: ModuleType, name: str) -> Any:
+        try:
+            return original(self, name)
+        except AttributeError:
+            if self.__name__ != module or name not in names:
+                raise
+            return old(name)
+
+    return get
 
 
 @contextmanager
@@ -199,10 +212,14 @@ def _modules(note: NoteTaker) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in _MODULES:
+        for name in finder.made:
             parent, _, child = name.rpartition(".")
             if isinstance(getattr(sys.modules.pop(name, None), "__loader__", None), _Gone):
                 delattr(sys.modules[parent], child)
+
+
+def _gone(name: str) -> dict[str, str]:
+    return _MODULES.get(name) or older_transformers.moved(name)
 
 
 class _Gone(Loader, MetaPathFinder):
@@ -210,20 +227,23 @@ class _Gone(Loader, MetaPathFinder):
 
     def __init__(self, note: NoteTaker) -> None:
         self._note = note
+        self.made: list[str] = []
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         """One for each of them; asked last, so for what is not there."""
-        return ModuleSpec(name, self) if name in _MODULES else None
+        return ModuleSpec(name, self) if _gone(name) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """A module of the names that are known."""
         module = ModuleType(spec.name)
-        whole = _MODULES[spec.name].get("")
+        names = _gone(spec.name)
+        self.made.append(spec.name)
+        whole = names.get("")
         if whole is not None:
             self._note(f"the module {spec.name} is no more: {whole} stands for it")
-            vars(module).update(vars(_of(whole)))
+            vars(module).update(vars(_of(whole)), __getattr__=partial(getattr, _of(whole)))
         else:
-            vars(module)["__getattr__"] = _answering(spec.name, _MODULES[spec.name], self._note)
+            vars(module)["__getattr__"] = _answering(spec.name, names, self._note)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -294,28 +314,30 @@ def _of_the_same_space(note: NoteTaker) -> Iterator[None]:
 
 @contextmanager
 def _by_new_name(module: str, owner: str, names: Mapping[str, str], note: NoteTaker) -> Iterator[None]:
-    """In the context, a class or function takes arguments by the names that they had, and those left out."""
-    place = f"{module}.{owner}"
+    """In the context, a class or a function takes arguments by the names that they had, and those left out."""
+    said = f"{module}.{owner}"
 
     def taking(original: Callable[..., Any]) -> Callable[..., Any]:
         asked = inspect.signature(original).parameters
 
         def take(*args: Any, **kwargs: Any) -> Any:
             for old in [old for old in names if old in kwargs and old not in asked]:
-                note(_SAME.format(place, old, names[old]))
+                note(_SAME.format(said, old, names[old]))
                 kwargs[names[old]] = kwargs.pop(old)
             for old in [
-                old for old in _LEFT_OUT.get(f"{module}:{owner}", ()) if old in kwargs and old not in asked
+                old for old in LEFT_OUT.get(f"{module}:{owner}", ()) if old in kwargs and old not in asked
             ]:
-                note(_NO_MORE.format(place, old))
+                note(_NO_MORE.format(said, old))
                 del kwargs[old]
+            if owner == "TrainingArguments":
+                said_otherwise(kwargs, asked, note)
             return original(*args, **kwargs)
 
         return take
 
-    kind = getattr(sys.modules[module], owner)
-    of, name = (kind, "__init__") if isinstance(kind, type) else (sys.modules[module], owner)
-    with patched(of, name, taking):
+    found = getattr(sys.modules[module], owner)
+    place, name = (found, "__init__") if isinstance(found, type) else (sys.modules[module], owner)
+    with patched(place, name, taking):
         yield
 
 
@@ -331,6 +353,12 @@ def _older_options(note: NoteTaker) -> Iterator[None]:
         def __call__(self, *_: Any, **__: Any) -> None:
             note(_NO_MORE.format("transformers' TrainingArguments", self.dest))
 
+    class Otherwise(argparse.Action):
+        def __call__(self, _: Any, namespace: Any, value: Any, *__: Any) -> None:
+            given = {self.dest: value, "fsdp_config": getattr(namespace, "fsdp_config", None)}
+            said_otherwise(given, {}, note)
+            vars(namespace).update(given)
+
     def adding(original: Callable[..., None]) -> Callable[..., None]:
         def add(parser: Any, kind: Any) -> None:
             original(parser, kind)
@@ -340,15 +368,40 @@ def _older_options(note: NoteTaker) -> Iterator[None]:
             for old, now in _RENAMED[place].items():
                 if f"--{old}" not in options and f"--{now}" in options:
                     options[f"--{old}"] = options[f"--{now}"]
-            for old in _LEFT_OUT[place]:
-                if f"--{old}" not in options:
-                    parser.add_argument(f"--{old}", action=Ignored, nargs="?", default=argparse.SUPPRESS)
+            for action, names in ((Ignored, LEFT_OUT[place]), (Otherwise, SAID_OTHERWISE)):
+                for old in names:
+                    if f"--{old}" not in options:
+                        parser.add_argument(f"--{old}", action=action, nargs="?", default=argparse.SUPPRESS)
 
         return add
 
+    def reading(original: Callable[..., Any]) -> Callable[..., Any]:
+        def parse(parser: Any, args: dict[str, Any], *given: Any, **named: Any) -> Any:
+            for kind in parser.dataclass_types:
+                if any(base.__name__ == "TrainingArguments" for base in kind.__mro__):
+                    args = _by_what_there_is(dict(args), kind.__dataclass_fields__, note)
+            return original(parser, args, *given, **named)
+
+        return parse
+
     kind = sys.modules["transformers.hf_argparser"].HfArgumentParser
-    with patched(kind, "_add_dataclass_arguments", adding):
+    with patched(kind, "_add_dataclass_arguments", adding), patched(kind, "parse_dict", reading):
         yield
+
+
+def _by_what_there_is(given: dict[str, Any], asked: Mapping[str, Any], note: NoteTaker) -> dict[str, Any]:
+    """Arguments of the trainer, of a file, by the names that they have; those that decide nothing are left out."""
+    place = "transformers.training_args:TrainingArguments"
+    for old, now in _RENAMED[place].items():
+        if old in given and old not in asked:
+            note(_SAME.format("transformers' TrainingArguments", old, now))
+            given[now] = given.pop(old)
+    for old in LEFT_OUT[place]:
+        if old in given and old not in asked:
+            note(_NO_MORE.format("transformers' TrainingArguments", old))
+            del given[old]
+    said_otherwise(given, asked, note)
+    return given
 
 
 def _arguments(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:
@@ -359,7 +412,31 @@ def _arguments(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:
     if "__init__" not in vars(Sampler):
         yield patched(Sampler, "__init__", lambda _: lambda sampler, data_source=None: None)
     yield patched(torch, "stft", _real)
+    for name in _MASKED:
+        for owner in (torch, torch.Tensor):
+            if hasattr(owner, name):
+                yield patched(owner, name, partial(_by_bytes, name, note))
     yield patched(random, "seed", partial(_by_any_integer, note))
+
+
+_MASKED = ("masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_", "masked_select")
+
+
+def _by_bytes(name: str, note: NoteTaker, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a mask, which took one of bytes before there were booleans, of as many bytes."""
+
+    def take(given: Any, *args: Any, **kwargs: Any) -> Any:
+        def booleans(one: Any) -> Any:
+            if not isinstance(one, torch.Tensor) or one.dtype != torch.uint8:
+                return one
+            note(f"{name} takes no mask of bytes any more: it is read as one of booleans")
+            return one.view(torch.bool)
+
+        if "mask" in kwargs:
+            kwargs["mask"] = booleans(kwargs["mask"])
+        return original(given, *map(booleans, args[:1]), *args[1:], **kwargs)
+
+    return take
 
 
 def _by_any_integer(note: NoteTaker, original: Callable[..., None]) -> Callable[..., None]:

@@ -380,6 +380,8 @@ def _with_status(error: CaptureError, status: object) -> CaptureError:
 
 def _explained(script: Script, error: BaseException, warned: Sequence[str] = ()) -> CaptureError:
     """What a script raised, in a line: with what to do, and what was warned of before, which may be why."""
+    if isinstance(error.__context__, AttributeError) and isinstance(error.__context__.__cause__, ImportError):
+        error = error.__context__  # of what an import lacks that was put off, as `dataclasses.fields` asks it
     while isinstance(error.__cause__, ImportError):  # who imports by name says so in words of its own
         error = error.__cause__
     where = script_line(script.path, error) or script.path.name

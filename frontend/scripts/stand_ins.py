@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.known_values import is_known
-from echograph.frontend.scripts import apex
+from echograph.frontend.scripts import apex, flash_attn_kernels
 from echograph.frontend.scripts.adapter import once_imported, replaced
 from echograph.frontend.scripts.values import NoteTaker
 
@@ -730,7 +730,7 @@ def _xformers(note: NoteTaker) -> list[ModuleType]:
     )  # fmt: skip
     ops = _module(
         "xformers.ops", fmha=fmha, memory_efficient_attention=attention, LowerTriangularMask=_Causal,
-        AttentionBias=_AttentionBias,
+        AttentionBias=_AttentionBias, SwiGLU=flash_attn_kernels.SwiGLU,
         unbind=torch.unbind, scaled_index_add=_scaled_index_add,
         index_select_cat=lambda parts, rows: torch.cat(
             [part[row].flatten() for part, row in zip(parts, rows, strict=True)]
@@ -804,4 +804,7 @@ has another way expects."""
 _STAND_INS: dict[str, Callable[[NoteTaker], list[ModuleType]]] = {
     "triton": _triton, "flash_attn": _flash_attn, "xformers": _xformers,
     "grouped_gemm": _grouped_gemm,
+    "dropout_layer_norm": lambda note: [flash_attn_kernels.dropout_layer_norm(_module, note)],
+    "rotary_emb": lambda note: [flash_attn_kernels.rotary_emb(_module, note)],
+    "xentropy_cuda_lib": lambda note: [flash_attn_kernels.xentropy_cuda_lib(_module, note)],
 }  # fmt: skip

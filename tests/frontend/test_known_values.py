@@ -110,3 +110,12 @@ def test_a_guess_that_numbers_are_unequal_is_said_once(caplog: pytest.LogCapture
     assert re.fullmatch(
         r"note: test_known_values\.py:\d+ compares numbers that have no values with 0.0: .*", said[0]
     )
+
+
+def test_a_mask_that_is_repeated_for_each_number_is_known() -> None:
+    """As models hold tokens of an image against what stands for them: `embeddings[mask.expand_as(embeddings)]`."""
+    tokens = torch.arange(64).reshape(1, 64) < 5
+    embeddings = torch.empty(1, 64, MOST_KNOWN // 32)
+    mask = tokens.unsqueeze(-1).expand_as(embeddings)
+    assert is_known(mask) and mask.numel() > MOST_KNOWN
+    assert embeddings[mask].numel() == 5 * embeddings.shape[-1]

@@ -77,6 +77,15 @@ def test_the_training_class_is_the_one_named_or_the_types_own(config: dict, arch
     assert (entry.architecture, entry.kind) == (architecture, kind)
 
 
+@pytest.mark.parametrize("model_type", ["longt5", "t5"])
+def test_tokens_that_a_type_leaves_open_are_any(model_type: str) -> None:
+    """By which labels are shifted; published files of LongT5 say it, its class does not."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    entry = from_config({"model_type": model_type, **sizes, "pad_token_id": None})
+    module, inputs, loss = build(entry, batch_size=1, seq_len=32)
+    assert loss(module(**inputs)).isfinite()
+
+
 def test_the_zoos_own_configuration_reads_back_to_the_same_size() -> None:
     entry = get_model("qwen2.5-0.5b")
     assert parameter_count(from_config({"model_type": "qwen2", **entry.config})) == entry.parameters

@@ -49,12 +49,23 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "llama", **TEXT},
         "vision_config": {"model_type": "clip_vision_model", **TOWER},
         "image_token_index": 90,
+        "vision_feature_layer": -2,
     },
     "llava_next": {
         "text_config": {"model_type": "llama", **TEXT},
         "vision_config": {"model_type": "clip_vision_model", **TOWER},
         "image_token_index": 90,
         "image_grid_pinpoints": [[32, 64], [64, 32]],
+    },
+    "voxtral": {
+        "text_config": {"model_type": "llama", **TEXT},
+        "audio_config": {**LAYERS, "num_mel_bins": 8, "max_source_positions": 16},
+        "audio_token_id": 90,
+    },
+    "glmasr": {
+        "text_config": {"model_type": "llama", **TEXT},
+        "audio_config": {**LAYERS, "num_mel_bins": 8, "max_position_embeddings": 16},
+        "audio_token_id": 90,
     },
     "gemma3": {
         "text_config": {"model_type": "gemma3_text", **TEXT},

@@ -34,6 +34,7 @@ CALLS = {
     "view, then its base": lambda x: (x[1:].zero_(), x)[1],
     "set": lambda x: (x.__setitem__(slice(0, 2), 7), x)[1],
     "sort": lambda x: x.sort()[0],
+    "shared with processes": lambda x: x.share_memory_().add_(1),
     "split": lambda x: torch.cat(list(reversed(x.split(1)))),
     "stack": lambda x: torch.stack([x, x + 1]).t().contiguous(),
     "cumulate": lambda x: x.cumsum(0) // 2,

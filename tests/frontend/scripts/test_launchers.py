@@ -379,6 +379,25 @@ model = torch.nn.Linear(4, 4).cuda()
     assert _run(tmp_path, text, World(size=4)).recorder.recorded
 
 
+@pytest.mark.parametrize(
+    "taking",
+    [
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--local_rank', type=int)\n",
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--local-rank', type=int)\n",
+    ],
+)
+def test_a_script_is_told_its_rank_by_the_name_that_it_takes(tmp_path: Path, taking: str) -> None:
+    """PyTorch's first launcher says --local-rank since its release 2, and said --local_rank before."""
+    text = "import torch\ntorch.distributed.init_process_group('gloo')\nmodel = torch.nn.Linear(4, 4)\n"
+    text += STEPS.format(given="torch.ones(2, 4)")
+    asked = "assert parser.parse_args().local_rank == 3\n"
+    (tmp_path / "train.py").write_text(taking + asked + text)
+    arguments = ["--nproc_per_node=4", str(tmp_path / "train.py")]
+    script = Script.of_module("torch.distributed.launch", arguments=arguments)
+    run = run_script(script, World(rank=3, size=4), TorchAdapter())
+    assert run.recorder.recorded
+
+
 def test_errors_name_the_lines_of_what_was_launched(tmp_path: Path) -> None:
     started = tmp_path / "there" / "started.py"
     started.parent.mkdir()

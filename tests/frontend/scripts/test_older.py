@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from script_ranks import SMALL_TRAINING
 
 from echograph.errors import CaptureError
+from echograph.frontend.scripts.adapter import once_imported
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
@@ -51,6 +54,10 @@ assert list(Every([1, 2])) == [0, 1]
         (
             "from torch._six import inf, string_classes\nassert inf > 1e9 and string_classes is str",
             "torch._six.inf",
+        ),
+        (
+            "import ruamel_yaml as yaml\nassert yaml.load('a: 1', Loader=yaml.Loader) == {'a': 1}",
+            "the module ruamel_yaml is no more",
         ),
         ("import torch._six\nassert issubclass(dict, torch._six.container_abcs.Mapping)", "container_abcs"),
         (
@@ -220,6 +227,40 @@ def test_an_optimizer_that_transformers_had(tmp_path: Path) -> None:
     assert sum(name.startswith("addcdiv_") for name in updates) == parameters > 1
 
 
+def test_masks_of_bytes_are_read_as_booleans(tmp_path: Path) -> None:
+    """As in `attention.float().masked_fill(mask.byte(), -inf)`, of scripts from before there were booleans."""
+    old = (
+        "x = torch.ones(4, 3, device='cuda', requires_grad=True)\nmask = torch.ones(4, 3, device='cuda').byte()\n"
+        "assert x.masked_fill(mask, 0).shape == torch.masked_fill(x, mask=mask, value=0).shape == (4, 3)\n"
+        "(x * 2).masked_fill_(mask, 0).sum().backward()\n"
+        "known = torch.tensor([1, 0, 1], dtype=torch.uint8)\n"
+        "assert torch.tensor([3, 4, 5]).masked_select(known).tolist() == [3, 5]\n"
+        "assert torch.tensor([3, 4, 5]).masked_fill(known, 1).tolist() == [1, 4, 1]"
+    )
+    notes = _run(tmp_path, old).recorder.notes
+    assert sum("no mask of bytes" in note for note in notes) == 3
+
+
+def test_who_asks_whether_a_module_is_there_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As packages that look for one another do: `importlib.util.find_spec("transformers")`."""
+    (tmp_path / "looked_for.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    entered: list[str] = []
+    with (
+        once_imported("looked_for", lambda: nullcontext(entered.append("first"))),
+        once_imported("looked_for", lambda: nullcontext(entered.append("second"))),
+    ):
+        assert importlib.util.find_spec("looked_for") is not None and not entered
+        assert importlib.import_module("looked_for").x == 1
+        assert sorted(entered) == ["first", "second"]
+        del sys.modules["looked_for"]  # as Transformers does with itself
+        assert importlib.import_module("looked_for").x == 1
+    assert sorted(entered) == ["first", "first", "second", "second"]
+    del sys.modules["looked_for"]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="needs Pillow")
 def test_filters_of_pictures_have_their_old_names(tmp_path: Path) -> None:
     assert _run(tmp_path, "from PIL import Image\nassert Image.ANTIALIAS == Image.LANCZOS").recorder.recorded
@@ -229,6 +270,12 @@ def test_filters_of_pictures_have_their_old_names(tmp_path: Path) -> None:
     ("old", "line"),
     [
         ("import numpy\nnumpy.no_such_name", "train.py:4: AttributeError: module 'numpy' has no attribute"),
+        ("from no_such_package import It\nimport dataclasses\ndataclasses.fields(It)", "install no_such_package"),
+        (
+            "from torch.utils import cpp_extension\ncpp_extension.include_paths(device_type='cuda')\n"
+            "cpp_extension.load('mine', 'mine.cu')",
+            "load",
+        ),
         ("import collections\ncollections.NoSuch", "module 'collections' has no attribute 'NoSuch'"),
         ("raise ImportError(\"'A' requires 'b>=0.6.0'\")", "'b>=0.6.0': install what it names beside echograph"),
         ("from torch.no_such_module import it\nit()", "No module named 'torch.no_such_module'"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from echograph.errors import CaptureError
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
@@ -86,3 +87,47 @@ for step in range(3):
 def test_xformers_takes_sequences_without_heads(tmp_path: Path) -> None:
     """(batch x heads, sequence, head), as diffusers has them: six sequences of 16, not of 64."""
     assert attention(ran(tmp_path, XFORMERS)) == {(6, 1, 16): 1}
+
+
+BESIDE = """import torch
+import dropout_layer_norm, rotary_emb, xentropy_cuda_lib
+from xformers.ops import SwiGLU
+made = SwiGLU(8, 16, bias=False, _pack_weights=False).cuda()
+packed = SwiGLU(8, 16, bias=False).cuda()
+assert [tuple(p.shape) for p in made.parameters()] == [(16, 8), (16, 8), (8, 16)]
+assert [tuple(p.shape) for p in packed.parameters()] == [(32, 8), (8, 16)]
+optimizer = torch.optim.SGD([*made.parameters(), *packed.parameters()], lr=0.1)
+weight = torch.ones(8, device="cuda")
+for step in range(3):
+    x = packed(made(torch.ones(4, 8, device="cuda")))
+    settings = (None, None, None, None, 0.0, 1e-5, 1.0, 0, None, False, True)
+    y, kept, dropped, mean, root = dropout_layer_norm.dropout_add_ln_fwd(x.detach(), None, weight, None, *settings)
+    assert y.shape == kept.shape == x.shape and root.shape[0] == 4 and dropped is None
+    back = (weight, None, None, None, None, 0.0, 1.0, 0, False, True)
+    grads = dropout_layer_norm.dropout_add_ln_bwd(y, None, kept, None, None, mean, root, *back)
+    assert grads[0].shape == x.shape and grads[2].shape == (8,) and len(grads) == 6
+    first, second = x.detach().chunk(2, -1)
+    rotary_emb.apply_rotary(first, second, None, None, first, second, False)
+    turned = (x * 1.0).chunk(2, -1)  # views of one tensor, which autograd lets nobody write
+    rotary_emb.apply_rotary(*turned, None, None, *turned, False)
+    assert turned[0].transpose(0, 1).shape == (4, 4)
+    losses, lse = xentropy_cuda_lib.forward(y, torch.zeros(4).long(), 0.0)
+    assert losses.shape == lse.shape == (4,) and losses.dtype == torch.float32
+    assert xentropy_cuda_lib.backward(losses, y, lse, None, 0.0, True, 8) is y
+    x.sum().backward()
+    optimizer.step()
+"""
+
+
+def test_kernels_beside_flash_attention(tmp_path: Path) -> None:
+    """As TinyLlama's norms, rotary embedding, loss and feed-forward layers call them."""
+    notes = ran(tmp_path, BESIDE).recorder.notes
+    assert {note.partition(" ")[0] for note in notes} >= {"dropout_layer_norm", "rotary_emb", "xentropy_cuda_lib"}
+
+
+def test_a_norm_that_adds_a_residual_is_refused(tmp_path: Path) -> None:
+    given = "x, x, w, None, None, None, None, None, 0.0, 1e-5, 1.0, 0, None, False, True"
+    made = "import torch, dropout_layer_norm as n\nx, w = torch.ones(4, 8), torch.ones(8)\n"
+    text = f"{made}n.dropout_add_ln_fwd({given})"
+    with pytest.raises(CaptureError, match="a residual, dropout, scales or subsets"):
+        ran(tmp_path, text)
