@@ -8,6 +8,8 @@ graph = capture(module, inputs, loss, StepSpec(dtype="bf16"))
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -104,7 +106,8 @@ def capture(
     mode = _mode_of(module)
     recorder = OperatorRecorder(mode)
     operators = cuda_operators() if spec.kernels == "cuda" else cpu_operators()
-    with _one_line_errors(module, recorder), quiet_fakes(), operators, plain_attention_masks(), knowing_values():
+    masks, kept = plain_attention_masks(), _nothing_remembered(module)
+    with _one_line_errors(module, recorder), quiet_fakes(), operators, masks, kept, knowing_values():
         with mode:
             fake_inputs = tree_map_only(torch.Tensor, lambda t: _fake(t, mode), inputs)
             step = TrainingStep(module, fake_inputs, loss, spec)
@@ -168,6 +171,37 @@ def _one_line_errors(module: Module, recorder: OperatorRecorder) -> Iterator[Non
         raise CaptureError(
             f"{where}: {reason(error)}: check that the model runs on these inputs, and sees no tensor's values"
         ) from error
+
+
+@contextmanager
+def _nothing_remembered(module: Module) -> Iterator[None]:
+    """In the context, what a model's files remember (`functools.lru_cache`) has no tensors of before, nor later.
+
+    One that has data would be a constant of the step, and one that has none would be given to steps that run.
+    """
+    remembering = _remembering(module)
+    for function in remembering:
+        function.cache_clear()
+    try:
+        yield
+    finally:
+        for function in remembering:
+            function.cache_clear()
+
+
+def _remembering(module: Module) -> list[Any]:
+    """Functions and methods with a memory, of the files of a module's parts; wrappers have it in a closure."""
+    kinds = {type(part) for part in module.modules()}
+    files = {kind.__module__: sys.modules.get(kind.__module__) for kind in kinds}
+    there = [vars(owner) for owner in (*kinds, *files.values()) if owner is not None]
+    found: list[Any] = []
+    for value in (value for names in there for value in names.values()):
+        within = inspect.getclosurevars(value).nonlocals.values() if inspect.isfunction(value) else ()
+        found += [each for each in (value, *within) if isinstance(each, _Remembering)]
+    return found
+
+
+_Remembering = type(functools.lru_cache(int))
 
 
 @contextmanager
