@@ -89,17 +89,20 @@ def test_a_profile_rebuilds_bit_for_bit_from_kernels_alone(
     assert made == ("v100-sxm2.json", (DEVICES / "v100-sxm2.json").read_bytes())
 
 
+@pytest.mark.parametrize(
+    ("fabric", "table"), [("nvlink3", "collectives.csv.gz"), ("nvlink4-gh200x4", "collectives_alps.csv")]
+)
 def test_a_fabric_rebuilds_bit_for_bit_from_collectives_alone(
-    cli, measured_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli, measured_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fabric: str, table: str
 ) -> None:
     pytest.importorskip("scipy", reason="fitting needs the [dev] extra")
     monkeypatch.setenv("ECHOGRAPH_DATA", str(tmp_path))
-    table = shutil.copy(measured_data / "collectives.csv.gz", tmp_path / "collectives.csv.gz")
-    shipped = FABRICS / "nvlink3.json"
+    copied = shutil.copy(measured_data / table, tmp_path / table)
+    shipped = FABRICS / f"{fabric}.json"
     date = json.loads(shipped.read_text())["about"]["date"]
     made = tmp_path / "made"
-    cli("echoprof", "fit", "--collectives", table, "--fabric", "nvlink3", "--date", date, "-o", made)
-    assert (made / "nvlink3.json").read_bytes() == shipped.read_bytes()
+    cli("echoprof", "fit", "--collectives", copied, "--fabric", fabric, "--date", date, "-o", made)
+    assert (made / shipped.name).read_bytes() == shipped.read_bytes()
 
 
 @pytest.mark.slow
