@@ -366,16 +366,16 @@ def _made_as_before(note: NoteTaker) -> Iterator[None]:
 
         return init
 
-    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    def loading(original: Any) -> Any:
         def load(kind: type, *args: Any, **kwargs: Any) -> Any:
             for old in [old for old in _LOADED_BY if old in kwargs]:
                 value = kwargs.pop(old)
                 now = _LOADED_BY[old](value, sys.modules["transformers"]) if value else {}
                 note(f"from_pretrained takes no {old} any more: {', '.join(now) or 'nothing'} says it")
                 kwargs.update(now)
-            return original.__func__(kind, *args, **kwargs)  # type: ignore[attr-defined]
+            return original.__func__(kind, *args, **kwargs)
 
-        return classmethod(load)  # type: ignore[return-value]
+        return classmethod(load)
 
     with patched(model, "init_weights", making), patched(model, "from_pretrained", loading):
         yield

@@ -118,8 +118,8 @@ def test_overrides_are_given_what_they_take() -> None:
         ) -> int:
             raise AssertionError(model, inputs, return_outputs, count)
 
-    class Mine(Trainer):
-        def compute_loss(self, model: int, inputs: int, return_outputs: bool = False) -> int:  # type: ignore[override]
+    class Mine:
+        def compute_loss(self, model: int, inputs: int, return_outputs: bool = False) -> int:
             return model + inputs
 
     notes: list[str] = []
