@@ -635,6 +635,17 @@ class OnTheDevice(TorchFunctionMode):
         asks = args and isinstance(args[0], FakeTensor)
         return QUESTIONS[func](self._note, *args, *kwargs.values()) if asks else NotImplemented
 
+    def _masked(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What takes a mask of bytes, as it did before there were booleans, takes one of as many truth values."""
+        mask = kwargs.get("mask", args[1] if len(args) > 1 else None)
+        if not isinstance(mask, Tensor) or mask.dtype != torch.uint8:
+            return NotImplemented
+        self._note(f"{func.__name__} takes no mask of bytes any more: it is read as one of booleans")
+        mask = self.__torch_function__(Tensor.view, (), (mask, torch.bool))
+        by_name = "mask" in kwargs
+        args, kwargs = (args, kwargs | {"mask": mask}) if by_name else ((args[0], mask, *args[2:]), kwargs)
+        return self.__torch_function__(func, (), args, kwargs)
+
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a comparison makes lies in order, as it did before PyTorch 1.7: scripts of accuracy go by that."""
         if args[0].dtype != torch.bool or args[0].is_contiguous():
@@ -846,6 +857,12 @@ def _deepcopy(original: Callable[..., Any]) -> Callable[..., Any]:
     return copied
 
 
+_TAKING_MASKS = [
+    getattr(owner, name)
+    for name in ("masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_", "masked_select")
+    for owner in (torch, Tensor)
+    if hasattr(owner, name)
+]
 _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
     **dict.fromkeys(QUESTIONS, OnTheDevice._question),
@@ -857,6 +874,7 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     Tensor.share_memory_: lambda mode, func, args, kwargs: args[0],  # with processes that are left out
     Tensor.is_pinned: lambda mode, func, args, kwargs: False,
     torch.device: OnTheDevice._device,
+    **dict.fromkeys(_TAKING_MASKS, OnTheDevice._masked),
     Tensor.view: OnTheDevice._view,
     Tensor.type: OnTheDevice._type,
     Tensor.cuda: OnTheDevice._cuda,

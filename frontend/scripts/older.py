@@ -412,31 +412,7 @@ def _arguments(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:
     if "__init__" not in vars(Sampler):
         yield patched(Sampler, "__init__", lambda _: lambda sampler, data_source=None: None)
     yield patched(torch, "stft", _real)
-    for name in _MASKED:
-        for owner in (torch, torch.Tensor):
-            if hasattr(owner, name):
-                yield patched(owner, name, partial(_by_bytes, name, note))
     yield patched(random, "seed", partial(_by_any_integer, note))
-
-
-_MASKED = ("masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_", "masked_select")
-
-
-def _by_bytes(name: str, note: NoteTaker, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a mask, which took one of bytes before there were booleans, of as many bytes."""
-
-    def take(given: Any, *args: Any, **kwargs: Any) -> Any:
-        def booleans(one: Any) -> Any:
-            if not isinstance(one, torch.Tensor) or one.dtype != torch.uint8:
-                return one
-            note(f"{name} takes no mask of bytes any more: it is read as one of booleans")
-            return one.view(torch.bool)
-
-        if "mask" in kwargs:
-            kwargs["mask"] = booleans(kwargs["mask"])
-        return original(given, *map(booleans, args[:1]), *args[1:], **kwargs)
-
-    return take
 
 
 def _by_any_integer(note: NoteTaker, original: Callable[..., None]) -> Callable[..., None]:
