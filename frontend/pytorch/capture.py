@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from contextvars import ContextVar
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -196,12 +195,14 @@ def _remembering(module: Module) -> list[Any]:
     there = [vars(owner) for owner in (*kinds, *files.values()) if owner is not None]
     found: list[Any] = []
     for value in (value for names in there for value in names.values()):
-        within = inspect.getclosurevars(value).nonlocals.values() if inspect.isfunction(value) else ()
+        cells = (value.__closure__ or ()) if isinstance(value, FunctionType) else ()
+        within = [cell.cell_contents for cell in cells if cell != _EMPTY]
         found += [each for each in (value, *within) if isinstance(each, _Remembering)]
     return found
 
 
 _Remembering = type(functools.lru_cache(int))
+_EMPTY = CellType()
 
 
 @contextmanager

@@ -89,26 +89,3 @@ def _alone(*further: Any) -> None:
         raise CaptureError(
             "dropout_layer_norm with a residual, dropout, scales or subsets is one kernel that PyTorch has not"
         )
-
-
-class SwiGLU(torch.nn.Module):
-    """`xformers.ops.SwiGLU` as PyTorch's operators, of which xFormers' own are fewer."""
-
-    def __init__(
-        self, in_features: int, hidden_features: int, out_features: int | None = None, bias: bool = True, *,
-        _pack_weights: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.w12: torch.nn.Linear | None = None
-        if _pack_weights:
-            self.w12 = torch.nn.Linear(in_features, 2 * hidden_features, bias=bias)
-        else:
-            self.w1 = torch.nn.Linear(in_features, hidden_features, bias=bias)
-            self.w2 = torch.nn.Linear(in_features, hidden_features, bias=bias)
-        self.w3 = torch.nn.Linear(hidden_features, out_features or in_features, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Of (..., in_features)."""
-        gate, up = (self.w1(x), self.w2(x)) if self.w12 is None else self.w12(x).chunk(2, dim=-1)
-        out: Tensor = self.w3(torch.nn.functional.silu(gate) * up)
-        return out

@@ -715,6 +715,29 @@ def _scaled_index_add(
     return torch.index_add(given, 0, index, source if scaling is None else source * scaling, alpha=alpha)
 
 
+class _SwiGLU(torch.nn.Module):
+    """`xformers.ops.SwiGLU` as PyTorch's operators, of which xFormers' own are fewer."""
+
+    def __init__(
+        self, in_features: int, hidden_features: int, out_features: int | None = None, bias: bool = True, *,
+        _pack_weights: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.w12: torch.nn.Linear | None = None
+        if _pack_weights:
+            self.w12 = torch.nn.Linear(in_features, 2 * hidden_features, bias=bias)
+        else:
+            self.w1 = torch.nn.Linear(in_features, hidden_features, bias=bias)
+            self.w2 = torch.nn.Linear(in_features, hidden_features, bias=bias)
+        self.w3 = torch.nn.Linear(hidden_features, out_features or in_features, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of (..., in_features)."""
+        gate, up = (self.w1(x), self.w2(x)) if self.w12 is None else self.w12(x).chunk(2, dim=-1)
+        out: Tensor = self.w3(torch.nn.functional.silu(gate) * up)
+        return out
+
+
 def _xformers(note: NoteTaker) -> list[ModuleType]:
     def attention(*args: Any, **kwargs: Any) -> Tensor:
         note(f"xformers is not installed: {_RUNS}")
@@ -730,7 +753,7 @@ def _xformers(note: NoteTaker) -> list[ModuleType]:
     )  # fmt: skip
     ops = _module(
         "xformers.ops", fmha=fmha, memory_efficient_attention=attention, LowerTriangularMask=_Causal,
-        AttentionBias=_AttentionBias, SwiGLU=flash_attn_kernels.SwiGLU,
+        AttentionBias=_AttentionBias, SwiGLU=_SwiGLU,
         unbind=torch.unbind, scaled_index_add=_scaled_index_add,
         index_select_cat=lambda parts, rows: torch.cat(
             [part[row].flatten() for part, row in zip(parts, rows, strict=True)]

@@ -20,6 +20,8 @@ def test_what_a_models_file_remembers_is_of_no_other_step(tmp_path: Path, monkey
     path.write_text(
         "from functools import lru_cache, wraps\nimport torch\n\n"
         "def keeping(func):\n    kept = lru_cache(func)\n    return wraps(func)(lambda *given: kept(*given))\n\n"
+        "def unfilled():\n    def use():\n        return late\n    return use\n    late = 1\n\n"
+        "use = unfilled()\n\n"
         "@lru_cache\ndef scale(size):\n    return torch.ones(size) * 2\n\n"
         "@keeping\ndef shift(size):\n    return torch.ones(size) + 2\n\n"
         "class Scaled(torch.nn.Linear):\n    def forward(self, x):\n"
