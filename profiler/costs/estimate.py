@@ -7,7 +7,7 @@ is what almost all of them are; matrix products, attention and convolutions are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +25,7 @@ from echograph.ir.passes.kernels import PADDED
 from echograph.ir.types import (
     Attention,
     Attributes,
+    CollectiveKind,
     Compute,
     Convolution,
     Copy,
@@ -236,7 +237,11 @@ def _renumbered(column: npt.NDArray[Any], values: Sequence[_Value], numbers: dic
 
 
 def estimate(
-    graph: Graph, device: DeviceProfile, slower: float = 1.0, known_costs: KnownCosts | None = None
+    graph: Graph,
+    device: DeviceProfile,
+    slower: float = 1.0,
+    known_costs: KnownCosts | None = None,
+    exposed: Mapping[tuple[int, int], int] | None = None,
 ) -> Annotate:
     """Durations of the device operations of a graph, to be put on it; views and host work get none.
 
@@ -248,6 +253,8 @@ def estimate(
         device: what runs it.
         slower: how much longer kernels of tensor cores take than on a typical board (`power.slowest_of`).
         known_costs: those of this device that other graphs have asked for; gets this one's.
+        exposed: picoseconds that kernels wait for communication in a call, by its first row and the one behind its
+            last, in which the board is at rest.
 
     Raises:
         GraphError: an operation's operands contradict each other, or it takes longer than the clock counts.
@@ -265,7 +272,7 @@ def estimate(
     source[at] = np.array(fitted, np.uint8)[number_of]
     spread[at] = np.array([cost.spread for cost, _ in found], np.float32)[number_of]
     cores = [core for _, core in found]
-    picoseconds = _sustained(graph, device, at, cores, number_of, picoseconds)
+    picoseconds = _sustained(graph, device, at, cores, number_of, picoseconds, exposed or {})
     paced = at[np.array([bool(core.peak) for core in cores], bool)[number_of]]
     picoseconds[paced] = np.rint(picoseconds[paced] * slower).astype(np.int64)
     return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
@@ -287,7 +294,13 @@ def _asked(graph: Graph, row: int, device: DeviceProfile) -> tuple[CostEstimate,
 
 
 def _sustained(
-    graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[PowerDraw], core_of: Int64, picoseconds: Int64
+    graph: Graph,
+    device: DeviceProfile,
+    at: Int64,
+    cores: Sequence[PowerDraw],
+    core_of: Int64,
+    picoseconds: Int64,
+    exposed: Mapping[tuple[int, int], int],
 ) -> Int64:
     """The durations in a long run, those of a program at the clock that their mean power allows (`power.py`).
 
@@ -318,7 +331,8 @@ def _sustained(
     spent = (drawn * PER_JOULE, moved * power.joules_per_byte * PER_JOULE, paced * PS_PER_S)
     for column, values in zip(columns, (*spent, (seconds - paced) * PS_PER_S), strict=True):
         column[at] = np.rint(np.where(passes, values, 0.0))
-    clock = _clocks(graph, power, columns)[at]
+    columns[1] += np.rint(_moved_by_collectives(graph) * power.joules_per_byte * PER_JOULE).astype(np.int64)
+    clock = _clocks(graph, power, columns, exposed)[at]
     slower = picoseconds.copy()
     slower[at] = np.rint((seconds + paced * (1.0 / clock - 1.0)) * PS_PER_S).astype(np.int64)
     return slower
@@ -330,7 +344,14 @@ PER_JOULE = 1e9
 """Energies are added up as whole nanojoules, so that their order does not matter."""
 
 
-def _clocks(graph: Graph, power: PowerModel, columns: Int64) -> Float64:
+def _moved_by_collectives(graph: Graph) -> Int64:
+    """[operations] Bytes that collectives read and write of memory: the buffer once each, all-reduces twice."""
+    ops = graph.ops
+    times = np.where(ops.variant == CollectiveKind.ALL_REDUCE, 4, 2)
+    return np.where(ops.kind == OpKind.COLLECTIVE, ops.nbytes * times, 0)
+
+
+def _clocks(graph: Graph, power: PowerModel, columns: Int64, exposed: Mapping[tuple[int, int], int]) -> Float64:
     """[operations] The clock of each: that of the program that runs it, the slowest of several.
 
     A program's is that of one micro-batch amid the others, as all of them draw alike; what runs once a step is not
@@ -340,6 +361,7 @@ def _clocks(graph: Graph, power: PowerModel, columns: Int64) -> Float64:
         graph: the graph.
         power: of the device.
         columns: [4, operations] nanojoules of cores and of memory; picoseconds that the clock paces, and others.
+        exposed: as of `estimate`.
     """
     until = np.concatenate([np.zeros((4, 1), np.int64), np.cumsum(columns, axis=1)], axis=1)
     clocks, rows = np.ones(len(graph.ops)), len(graph.ops) + 1
@@ -351,13 +373,14 @@ def _clocks(graph: Graph, power: PowerModel, columns: Int64) -> Float64:
         if len(micro_batches):
             calls = calls[calls[:, MICRO_BATCH] == micro_batches[len(micro_batches) // 2]]
         core, memory, paced, other = (until[:, calls[:, 2]] - until[:, calls[:, 1]]).sum(axis=1).tolist()
+        other += sum(exposed.get(call, 0) for call in map(tuple, calls[:, 1:3].tolist()))
         clock = sustained_clock(power, core / PER_JOULE, memory / PER_JOULE, paced / PS_PER_S, other / PS_PER_S)
         clocks[runs] = np.minimum(clocks[runs], clock)
     return clocks
 
 
 def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
-    """What the boards of all ranks draw over a step, in joules: at rest, and by what their kernels do.
+    """What the boards of all ranks draw over a step, in joules: at rest, and by kernels and collectives.
 
     FLOPs and bytes are at full voltage, and no board draws more than its limit on average. Links, hosts and
     cooling are not in it.
@@ -387,8 +410,10 @@ def step_joules(job: JobGraph, device: DeviceProfile, step_s: float) -> float:
     vector_J = np.where(per_flop * flops > 0.0, 0.0, seconds) * power.vector_W
     moved = (ops.bytes_read[rows] + ops.bytes_written[rows]) * power.joules_per_byte
     each = flops * per_flop + vector_J + moved
+    collectives_J = float((_moved_by_collectives(job) * runs).sum()) * power.joules_per_byte
     boards = job.world_size * step_s
-    return min(power.limit_W * boards, power.static_W * boards + float((each * runs[rows]).sum()))
+    busy_J = float((each * runs[rows]).sum()) + collectives_J
+    return min(power.limit_W * boards, power.static_W * boards + busy_J)
 
 
 def _executed(graph: Graph, at: Int64, cores: Sequence[PowerDraw]) -> Float64:

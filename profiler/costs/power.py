@@ -12,8 +12,10 @@ mean power of both allows, and at its full clock beside three copies, while alon
     core_J     = flops joules_per_flop, of kernels without tensor cores vector_W seconds
 
 summed over the kernels of a rank's micro-batch, and x is the largest, of at most 1, whose watts are within the
-limit. That a board draws less while it waits for others is not counted. Above the floor power falls faster than
-the clock, below it at the same pace, which is why a low limit costs much.
+limit. Above the floor power falls faster than the clock, below it at the same pace, which is why a low limit costs
+much. While kernels wait for communication of their own layer (tensor-, context- and expert-parallel) the board is
+at rest, which other_s counts: the clock is higher then. Of a collective itself the bytes that it reads and writes
+are counted, and not the multiprocessors that it takes; nor are waits for other stages or at the end of a step.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from echograph.workflow.system import IDLE_HOST_WAITS, System, runtime_of
 
 if TYPE_CHECKING:
     from echograph.profiler.costs.estimate import KnownCosts
+    from echograph.simulator.durations import NetworkModel
     from echograph.simulator.memory import Memory
 
 _OF_SEVERAL = ("degrade", "ranks", "straggler")
@@ -144,7 +145,11 @@ def simulate(
 
 
 def on_system(
-    job: JobGraph, stack: str, system: System, costs: KnownCosts | None = None
+    job: JobGraph,
+    stack: str,
+    system: System,
+    costs: KnownCosts | None = None,
+    network: NetworkModel | None = None,
 ) -> tuple[JobGraph, IssueTimes, dict[str, float]]:
     """A job with its durations on a system, and what runs it.
 
@@ -153,13 +158,14 @@ def on_system(
         stack: the software that trains; "" where it is not known.
         system: where.
         costs: as of `System.annotate`.
+        network: as of `System.annotate`.
 
     Returns:
         The job, the host that runs the stack, and the share of the multiprocessors that its reductions take, by
         the label of their group.
     """
     of = load_stack(stack) if stack else Stack()
-    job = system.annotate(plans.with_kernels(job, of, system.device), costs)
+    job = system.annotate(plans.with_kernels(job, of, system.device), costs, network)
     host = system.host_of_script(job) or system.host_running(of.host)
     sms = {"tp": of.tp_comm_sms / system.sm_count} if system.sm_count else {}
     return job, replace(host, waits=True) if of.host_waits else host, sms

@@ -144,7 +144,7 @@ class Predictor:
         step, rest = self._shared(plan)
         sample = self.jobs.sample(step, rest)
         stack = plan.stack or sample.job.workload.stack
-        job, host, sms = on_system(sample.job, stack, self.system, self._costs)
+        job, host, sms = on_system(sample.job, stack, self.system, self._costs, self._network)
         if host.threads or host.blocking:
             raise NotAlike("the host works on threads, or waits for every launch")
         cluster = self.system.cluster

@@ -31,6 +31,7 @@ from echograph.units import format_bytes, to_ps
 
 if TYPE_CHECKING:
     from echograph.profiler.costs.estimate import KnownCosts
+    from echograph.simulator.durations import NetworkModel
 
 G = TypeVar("G", bound=Graph)
 _AS_SHIPPED: Mapping[str, str] = MappingProxyType({})
@@ -150,14 +151,16 @@ class System:
         system._fill(**{f.name: getattr(self, f.name) for f in fields(self)} | {"cluster": cluster})
         return system
 
-    def annotate(self, graph: G, costs: KnownCosts | None = None) -> G:
+    def annotate(self, graph: G, costs: KnownCosts | None = None, network: NetworkModel | None = None) -> G:
         """The graph with a duration for every operation of the device: those that it has, else this system's.
 
-        Products and attention of a job take as long as on the slowest of its GPUs.
+        Products and attention of a job take as long as on the slowest of its GPUs. Where power sets the clock, it
+        is higher the longer kernels wait for communication.
 
         Args:
             graph: a step or a job.
             costs: what kernels of other graphs cost on this system; gets this one's.
+            network: the cluster's, where it keeps what it said of other graphs.
 
         Raises:
             UnavailableError: the device has no model of a kind of operation.
@@ -168,12 +171,29 @@ class System:
             return join(graph, self.profile)[0](graph)
         if self.device is None:
             return graph
-        from echograph.profiler.costs.estimate import estimate
+        from echograph.profiler.costs.estimate import KnownCosts, estimate
         from echograph.profiler.costs.power import slowest_of
 
         boards = graph.world_size if isinstance(graph, JobGraph) else 1
         slower = slowest_of(boards, self.cluster.gpu_spread)
-        return estimate(graph, self.device, slower, costs)(graph)
+        costs = KnownCosts() if costs is None else costs
+        annotated = estimate(graph, self.device, slower, costs)(graph)
+        if self.device.power is None or not (annotated.ops.kind == OpKind.COLLECTIVE).any():
+            return annotated
+        exposed = self._exposed(annotated, network)
+        return estimate(graph, self.device, slower, costs, exposed)(graph) if exposed else annotated
+
+    def _exposed(self, graph: Graph, network: NetworkModel | None) -> dict[tuple[int, int], int]:
+        """What kernels of each call of an annotated graph wait for communication of its own (`exposed_ps`)."""
+        from echograph.simulator.durations import durations
+        from echograph.simulator.exposed import exposed_ps
+
+        job = (
+            graph
+            if isinstance(graph, JobGraph)
+            else JobGraph(**{f.name: getattr(graph, f.name) for f in fields(graph)})
+        )
+        return exposed_ps(job, durations(job, replace(self.cluster, degraded=()), network=network).picoseconds)
 
     @property
     def architecture(self) -> str:
