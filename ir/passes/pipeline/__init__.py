@@ -947,7 +947,7 @@ class Pipeline:
         chunks: chunks of layers on each stage; more than one for "interleaved" only, two for those that turn.
         layers: layers of each chunk in the order of the model; None splits evenly, and the first chunks take one
             more where it does not divide. The first may have 0, then it has the embedding alone, and so may the
-            last. `schedules.split_layers` makes them from Megatron-LM's options.
+            last.
         overlap_experts: whether a forward and the backward beside it run as one pass (`schedules.paired`),
             in which either computes while the other exchanges rows of experts (`interleaved`).
         scatter_gather: each tensor-parallel rank sends a piece of an activation that all of them have, and those
