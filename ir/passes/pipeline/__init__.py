@@ -77,7 +77,7 @@ class LayerBlock:
         places: position of each operation in the block, by its row in the step.
         begin: row of its first operation in the job.
         first_id: the id in the job of its first tensor, once all blocks are known.
-        first_op_id: the same of its first operation.
+        first_op_id: the id in the job of its first operation, once all blocks are known.
     """
 
     block: int
