@@ -229,11 +229,11 @@ class GraphBuilder:
 
         Args:
             made: the tensors, of which shapes and data types are taken, and what is not given here.
-            names: of each; without them the tensors' own.
-            roles: the same.
-            ports: which are ports; without them none.
-            alias_of: the row that each is an alias of, -1 for none; without them none.
-            sharded: the axes that divide each; without them the tensors' own.
+            names: name of each tensor; (): as in `made`.
+            roles: role of each tensor; (): as in `made`.
+            ports: whether each is a port of the block; (): none is.
+            alias_of: row of the tensor that each is an alias of, -1 for none; (): none is.
+            sharded: names of the axes that divide each; (): as in `made`.
         """
         first, plain, ragged = self.tensor_count(), self._t, self._t_ragged
         plain["name"].items.extend([self.string(name) for name in (names or [each.name for each in made])])
@@ -281,13 +281,13 @@ class GraphBuilder:
         """Adds many operations of one phase to the open block at once; returns their rows.
 
         Args:
-            names: of each.
-            kind: of each, an `OpKind`.
-            phase: of all.
-            inputs: of each.
-            outputs: of each.
-            deps: of each.
-            columns: other columns of the operation table, by name; those that are left out have their default.
+            names: name of each operation, [operations] as all that follow.
+            kind: `OpKind` of each.
+            phase: phase of all of them.
+            inputs: rows of the tensors that each reads.
+            outputs: rows of the tensors that each writes.
+            deps: rows of the operations that each waits for beside those that made its inputs.
+            columns: other columns of the operation table, by name; those left out have their default.
 
         Raises:
             GraphError: a number beyond 64 bits.
@@ -554,9 +554,10 @@ class GraphBuilder:
         """Appends operations given as columns, without inputs and outputs.
 
         Args:
-            columns: by name, a value for each operation; those not named take their default.
-            deps: of each, indices of operations.
-            durations: picoseconds of each, -1 where unknown; of which device; where they come from, or of each.
+            columns: columns of the operation table, by name, [operations]; those not named take their default.
+            deps: rows of the operations that each waits for.
+            durations: picoseconds, [operations], -1 where unknown; the device they are of; their source, one for
+                all or [operations].
             samples: how often each was measured.
         """
         count = len(deps)
@@ -643,10 +644,10 @@ def copy_rows(
     """Copies the tensors and operations of a block into the open block, wherever that begins.
 
     Args:
-        builder: of the new graph, with the groups and streams of the old one.
-        graph: the old one.
-        block: of it.
-        attributes: by row, those of operations that have others now.
+        builder: the builder of the new graph, with the groups and streams of the old one.
+        graph: the old graph.
+        block: the block of the old graph that is copied.
+        attributes: new attributes of some operations, by their row in the old graph.
     """
     tensors = np.arange(len(graph.tensors)) + (builder.tensor_count() - block.tensors.start)
     ops = np.arange(len(graph.ops)) + (builder.op_count() - block.ops.start)

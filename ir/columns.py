@@ -64,10 +64,8 @@ class Ragged:
 
     def places(self, rows: Int64) -> tuple[Int64, Int64]:
         """How many values each of some rows has, and where all of them stand, row by row."""
-        begin = self.offsets[rows]
-        lengths = self.offsets[rows + 1] - begin
-        before = np.cumsum(lengths) - lengths
-        return lengths, np.repeat(begin - before, lengths) + np.arange(int(lengths.sum()))
+        begin, end = self.offsets[rows], self.offsets[rows + 1]
+        return end - begin, expand_ranges(begin, end)
 
     @property
     def lengths(self) -> Int64:
@@ -134,6 +132,27 @@ def distinct(values: npt.ArrayLike) -> Int64:
     ascending = np.sort(np.asarray(values, np.int64), axis=None)
     found: Int64 = ascending[np.concatenate([[True], ascending[1:] != ascending[:-1]])[: len(ascending)]]
     return found
+
+
+def expand_ranges(begin: Int64, end: Int64) -> Int64:
+    """The numbers of some ranges, one range after the other: 2..4 and 7..9 are 2, 3, 7, 8.
+
+    Args:
+        begin: [ranges] first number of each.
+        end: [ranges] one past its last number.
+
+    Returns:
+        [sum of the lengths] all of them.
+    """
+    lengths = end - begin
+    numbers: Int64 = np.repeat(begin - (np.cumsum(lengths) - lengths), lengths)
+    numbers += np.arange(len(numbers))
+    return numbers
+
+
+def enumerate_ranges(begin: Int64, end: Int64) -> tuple[Int64, Int64]:
+    """As `expand_ranges`, with the range that each number is of: [sum of the lengths] both."""
+    return np.repeat(np.arange(len(begin)), end - begin), expand_ranges(begin, end)
 
 
 def ascending(values: Int64) -> Int64:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int64, ascending, distinct, equal_rows
+from echograph.ir.columns import NONE, Int64, ascending, distinct, enumerate_ranges, equal_rows
 from echograph.ir.graph import Graph, JobGraph, Program
 
 
@@ -102,14 +102,14 @@ class Edges:
         schedule = Schedule(self.job, self.job.programs[number])
         calls = schedule.calls
         first, like = equal_rows(calls[:, 1] * (len(self.job.ops) + 1) + calls[:, 2])
-        span, row = spread(*(np.searchsorted(self._after, calls[first, i]) for i in (1, 2)))
+        span, row = enumerate_ranges(*(np.searchsorted(self._after, calls[first, i]) for i in (1, 2)))
         if cuts is not None:
             parts = [np.searchsorted(cuts, column[row], side="right") for column in (self._before, self._after)]
             here = (self._before[row] >= calls[first, 1][span]) & (self._before[row] < self._after[row])
             apart = ~here | (parts[0] != parts[1])
             span, row = span[apart], row[apart]
         bounds = np.searchsorted(span, np.arange(len(first) + 1))
-        call, at = spread(bounds[like], bounds[like + 1])
+        call, at = enumerate_ranges(bounds[like], bounds[like + 1])
         row = row[at]
         local = _place(schedule, call, self._after[row], calls[call, 3], self._before[row])
         through = self._through_ports(schedule)
@@ -132,22 +132,15 @@ class Edges:
         first, home = equal_rows(calls[:, 0] * self._instances + calls[:, 3])
         block, instance = calls[first, 0], calls[first, 3]
         bounds = np.array([(b.ops.start, b.ops.stop) for b in self.job.blocks], np.int64)[block]
-        at, place = spread(*np.searchsorted(self._port_readers, bounds.T))
+        at, place = enumerate_ranges(*np.searchsorted(self._port_readers, bounds.T))
         reader = self._port_readers[place]
         _, instance, value = self.job.ports.value(block[at], instance[at], self._ports[place])
         maker, stream = self.job.maker[value], self.job.ops.stream
         crossing = np.flatnonzero((maker != NONE) & (stream[maker] != stream[reader]))
         reader, instance, maker = reader[crossing], instance[crossing], maker[crossing]
         key = at[crossing] * size + reader
-        call, row = spread(*(np.searchsorted(key, home * size + calls[:, i]) for i in (1, 2)))
+        call, row = enumerate_ranges(*(np.searchsorted(key, home * size + calls[:, i]) for i in (1, 2)))
         return _place(schedule, call, reader[row], instance[row], maker[row])
-
-
-def spread(low: Int64, high: Int64) -> _Pairs:
-    """For ranges of rows, one of each call: every (call, row)."""
-    count = high - low
-    call = np.repeat(np.arange(len(count)), count)
-    return call, np.arange(len(call)) + np.repeat(low - (np.cumsum(count) - count), count)
 
 
 def _place(schedule: Schedule, call: Int64, reader: Int64, instance: Int64, maker: Int64) -> _Pairs:

@@ -111,15 +111,15 @@ class Amount(NamedTuple):
     """Bytes that an operation which a pass added reads, writes or sends, by the tensors of the graph.
 
     Attributes:
-        row: of the operation.
-        column: one of `SIZES`.
-        tensors: rows of the graph's tensors.
-        axes: over whose ranks they are divided; () for whole ones.
-        dims: of each tensor, the dimension that is cut into equal parts, which fills it up; () for none.
-        fill: elements of all together are filled up to a multiple of so many and of the ranks; 0: they are not.
-        dtype: of the elements; None: each tensor's own.
-        part: whether it is one rank's part.
-        times: how many times.
+        row: row of the operation in the job.
+        column: the size that it is, one of `SIZES`.
+        tensors: rows of the graph's tensors whose bytes add up to it.
+        axes: mesh axes over whose ranks these tensors are divided; (): they are whole.
+        dims: dimension of each tensor that is cut into equal parts, padded where it does not divide; (): none is.
+        fill: their elements together are padded to a multiple of this and of the ranks; 0: they are not padded.
+        dtype: type of the elements; None: each tensor's own.
+        part: whether the amount is one rank's part of the sum, not the whole sum.
+        times: how many times the sum counts.
     """
 
     row: int
@@ -146,8 +146,8 @@ class Amounts:
         bits: int64, of an element; 0: each tensor's own.
         part: bool.
         times: int64.
-        tensors: of each amount.
-        dim: int64, of each of these tensors; -1 for none.
+        tensors: `Amount.tensors` of each amount.
+        dim: int64, `Amount.dims` of each of these tensors; -1 for none.
     """
 
     axes: tuple[tuple[str, ...], ...]
@@ -260,9 +260,9 @@ class Sized:
             tensors: as the attribute; -1 where it is not known. Of a port it need not be.
             ops: as the attribute; where sizes are others than the graph's, that is found.
             counted: as the attribute; None: there are none.
-            shards: the same.
-            shared: the same.
-            amounts: the same.
+            shards: as the attribute; None: no tensor is a shard.
+            shared: as the attribute; None: none are.
+            amounts: what `Amounts` holds, as rows.
         """
         counted = np.zeros(len(job.tensors), np.bool_) if counted is None else counted
         tensors = np.where(counted, NONE, _through_ports(job, tensors))

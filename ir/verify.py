@@ -18,7 +18,7 @@ import numpy as np
 
 from echograph.errors import GraphError
 from echograph.ir import types as t
-from echograph.ir.columns import NONE, Int64, ascending, distinct, equal_rows
+from echograph.ir.columns import NONE, Int64, ascending, distinct, enumerate_ranges, equal_rows
 from echograph.ir.graph import Block, Graph, Group, JobGraph, Program, StepGraph
 from echograph.ir.schedule import Schedule
 from echograph.ir.types import COMMUNICATIONS, OpKind
@@ -519,10 +519,9 @@ class _Uses:
         begin, end = np.searchsorted(self.rows, calls[:, 1]), np.searchsorted(self.rows, calls[:, 2])
         spans, often = np.unique((begin * (len(self.rows) + 1) + end)[begin < end], return_counts=True)
         begin, end = np.divmod(spans, len(self.rows) + 1)
-        lengths = end - begin
-        places = np.repeat(begin - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
+        span, places = enumerate_ranges(begin, end)
         found, which = np.unique(places, return_inverse=True)
-        return self.rows[found], np.bincount(which, np.repeat(often, lengths), len(found)).astype(np.int64)
+        return self.rows[found], np.bincount(which, often[span], len(found)).astype(np.int64)
 
 
 class _Role(NamedTuple):

@@ -50,9 +50,9 @@ class ModelEntry:
         default_seq_len: tokens of a sample, or the side of a square image in pixels.
         parameters: exact count of the training module's parameters, shared ones counted once; None where the
             entry was read from a user's configuration.
-        forward_flops: of one sample at the default length, as captured; None where `dense_flops` has a closed
-            form.
-        backward_flops: the same of the backward pass.
+        forward_flops: FLOPs of the forward pass of one sample at the default length, as captured; None where
+            `dense_flops` has a closed form.
+        backward_flops: FLOPs of its backward pass, likewise.
         published_parameters: the count its publication or model card states, rounded as it is there.
     """
 

@@ -117,16 +117,14 @@ def _sizes(x: Any, B: Any, chunk: int) -> tuple[int, int, int, int, int, int]:
 
 
 @register_flop_formula(torch.ops.mamba2.ssd_scan)
-def _scan_flops(x: Any, dt: Any, A: Any, B: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+def _scan_flops(x: Any, dt: Any, A: Any, B: Any, *rest: Any, **_: Any) -> int:
     """FLOPs of a scan, of its operands' shapes and its chunk."""
     tokens, q, heads, head, groups, state = _sizes(x, B, rest[-1])
     return 2 * tokens * (q * state * groups + q * head * heads + 2 * state * head * heads)
 
 
 @register_flop_formula(torch.ops.mamba2.ssd_scan_backward)
-def _scan_backward_flops(
-    gradient: Any, x: Any, dt: Any, A: Any, B: Any, *rest: Any, out_shape: Any = None, **_: Any
-) -> int:
+def _scan_backward_flops(gradient: Any, x: Any, dt: Any, A: Any, B: Any, *rest: Any, **_: Any) -> int:
     """FLOPs of a scan's gradient, of the same and the gradient that arrives."""
     tokens, q, heads, head, groups, state = _sizes(x, B, rest[-1])
     return 2 * tokens * (3 * q * state * groups + 2 * q * head * heads + 5 * state * head * heads)

@@ -165,23 +165,21 @@ def _scan_flops(x: Any, A: Any) -> int:
 
 
 @register_flop_formula(_OPS.gated_delta_rule)
-def _forward_rule_flops(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _forward_rule_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return _rule_flops(key, value)[0]
 
 
 @register_flop_formula(_OPS.gated_delta_rule_backward)
-def _backward_rule_flops(
-    gradient: Any, query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any
-) -> int:
+def _backward_rule_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     forward, again = _rule_flops(key, value)
     return 2 * forward + again
 
 
 @register_flop_formula(_OPS.selective_scan)
-def _forward_scan_flops(x: Any, dt: Any, A: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _forward_scan_flops(x: Any, dt: Any, A: Any, *_: Any, **__: Any) -> int:
     return _scan_flops(x, A)
 
 
 @register_flop_formula(_OPS.selective_scan_backward)
-def _backward_scan_flops(gradient: Any, x: Any, dt: Any, A: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _backward_scan_flops(gradient: Any, x: Any, dt: Any, A: Any, *_: Any, **__: Any) -> int:
     return 3 * _scan_flops(x, A)

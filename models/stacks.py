@@ -35,9 +35,9 @@ class Stack:
         complex_rotation: whether rotary embeddings are products of complex numbers in fp32, which nothing fuses.
         loss: "eager" or "fused" cross-entropy.
         logged_losses: cross-entropies of the logits that are worked out for the log beside the loss.
-        loss_in_tensor_parallel: the same where ranks share the vocabulary; "": eager.
+        loss_in_tensor_parallel: "eager" or "fused" cross-entropy where ranks share the vocabulary; "": eager.
         grad_dtype: type in which gradients add up.
-        grad_dtype_in_pipelines: the same in a pipeline, where it differs.
+        grad_dtype_in_pipelines: type in which gradients add up in a pipeline, where it is another.
         zero_all_reduces: whether ZeRO-1 and 2 reduce whole gradients on every rank, of which each takes its part.
         zero3_apart: whether ZeRO-3 gathers and reduces each parameter by a collective of its own, and the host
             waits before each layer until the device is idle.
@@ -54,7 +54,7 @@ class Stack:
         etp: tensor-parallel ranks that cut each expert, with sequence parallelism.
         moe_dispatcher: what takes rows to experts.
         overlap_grad_reduce: whether gradients are reduced while backward goes on.
-        overlap_grad_reduce_in_pipelines: the same in a pipeline, where it differs.
+        overlap_grad_reduce_in_pipelines: whether they are in a pipeline, where that differs.
         overlap_param_gather: whether parameters are gathered while the next forward goes on (ZeRO-1 and 2).
         tp_comm_overlap: what of tensor-parallel communication runs beside products: "none"; "bulk": in backward,
             beside gradients of inputs and weights; "chunks": cut up with their own products, too.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from echograph.ir.chakra.messages import NodeType
 from echograph.ir.chakra.reader import ABSENT, RankTrace, Traces, followers, group_called, group_name, ranks_of
-from echograph.ir.columns import NONE, Int64
+from echograph.ir.columns import NONE, Int64, expand_ranges
 
 NS_PER_US = 1000
 
@@ -487,9 +487,7 @@ def _acyclic(count: int, before: Int64, after: Int64) -> bool:
                         some.append(child)
             wave = np.array(some, np.int64)
             continue
-        begins, sizes = offsets[wave], offsets[wave + 1] - offsets[wave]
-        edges = np.repeat(begins - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
-        reached = children[edges]
+        reached = children[expand_ranges(offsets[wave], offsets[wave + 1])]
         np.subtract.at(missing, reached, 1)
         reached = reached[missing[reached] == 0]
         places = np.arange(len(reached))

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.columns import Bools, Int64, UInt64
+from echograph.ir.columns import Bools, Int64, UInt64, expand_ranges
 from echograph.ir.files import open_file, write_whole
 from echograph.proto import chakra_pb2 as pb
 
@@ -611,7 +611,7 @@ class _Decoding:
     def _packed(self, tag: int) -> tuple[Int64, UInt64]:
         """For every message how many numbers a packed field has, and all of them."""
         begins, ends = self.spans[tag]
-        at = _ranges(begins, ends)
+        at = expand_ranges(begins, ends)
         last = self.bytes[at] < 128
         stops = at[last]
         # A number begins where the one before it ends, or with its field.
@@ -723,11 +723,3 @@ def varints(words: UInt64) -> tuple[UInt64, Int64]:
     bits = (bits & np.uint64(0x00003FFF00003FFF)) | ((bits & np.uint64(0x3FFF00003FFF0000)) >> np.uint64(2))
     bits = (bits & np.uint64(0x000000000FFFFFFF)) | ((bits & np.uint64(0x0FFFFFFF00000000)) >> np.uint64(4))
     return bits, length
-
-
-def _ranges(begins: Int64, ends: Int64) -> Int64:
-    """The numbers of all ranges, one after the other."""
-    sizes = ends - begins
-    total = int(sizes.sum())
-    found: Int64 = np.repeat(begins - (np.cumsum(sizes) - sizes), sizes) + np.arange(total)
-    return found

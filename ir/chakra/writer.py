@@ -32,7 +32,7 @@ from echograph.ir.chakra.messages import (
     encode_attributes,
     encode_name,
 )
-from echograph.ir.columns import NONE, Int64
+from echograph.ir.columns import NONE, Int64, expand_ranges
 from echograph.ir.files import whole_folder
 from echograph.ir.formats import Exported
 from echograph.ir.graph import Group, JobGraph, Program
@@ -680,10 +680,7 @@ def _latest(needs: dict[int, int], more: Mapping[int, int]) -> None:
 
 def _rows(program: Program) -> Int64:
     """The rows of the operation table that a program runs, in order."""
-    begin, end = program.calls[:, 1], program.calls[:, 2]
-    lengths = end - begin
-    rows: Int64 = np.repeat(begin - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
-    return rows
+    return expand_ranges(program.calls[:, 1], program.calls[:, 2])
 
 
 def _by_reader(before: Int64, after: Int64) -> Mapping[int, Sequence[int]]:

@@ -38,7 +38,7 @@ _FACTORS: dict[str, BusFactor] = {
 }
 
 
-def family(operation: str) -> str:
+def base_operation(operation: str) -> str:
     """What an operation does, whatever its spelling: `all_gather_into_tensor_coalesced` -> `all_gather`.
 
     Args:
@@ -57,7 +57,7 @@ def message_bytes(operation: str, input_bytes: int, output_bytes: int, ranks: in
         output_bytes: what this rank gets.
         ranks: size of the group.
     """
-    match family(operation):
+    match base_operation(operation):
         case "gather":
             return input_bytes * ranks
         case "scatter":
@@ -71,5 +71,5 @@ def message_bytes(operation: str, input_bytes: int, output_bytes: int, ranks: in
 
 def bus_factor(operation: str, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth; 0 for what moves no message (a barrier) or has one rank alone."""
-    factor = _FACTORS.get(operation) or _FACTORS.get(family(operation))
+    factor = _FACTORS.get(operation) or _FACTORS.get(base_operation(operation))
     return factor(ranks) if factor is not None and ranks > 1 else 0.0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from echograph.ir.comms.bandwidth import base_operation
 from echograph.ir.types import CollectiveKind
 
 Tensors = Sequence[Any]
@@ -32,8 +33,7 @@ _KINDS = {
 
 def kind_of(operation: str) -> CollectiveKind | None:
     """What a graph calls an operation of torch.distributed ("reduce_scatter_tensor"); None for what it has not."""
-    names = [name for name in _KINDS if operation == name or operation.startswith(f"{name}_")]
-    return _KINDS[max(names, key=len)] if names else None
+    return _KINDS.get(base_operation(operation))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from echograph import units
 from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import Graph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, CopyDirection, OpKind, Phase
 
-PS_PER_US = 1_000_000
-_PS_PER_NS = 1_000
 _COPIES = {
     CopyDirection.HOST_TO_DEVICE: "HtoD",
     CopyDirection.DEVICE_TO_HOST: "DtoH",
@@ -98,7 +97,7 @@ def _names(timeline: Timeline) -> Iterator[dict[str, object]]:
                 "tid": thread,
                 "args": {"sort_index": thread},
             }
-        step = {"cat": "user_annotation", "ts": 0, "dur": timeline.makespan / PS_PER_US, "args": {}}
+        step = {"cat": "user_annotation", "ts": 0, "dur": timeline.makespan / units.PS_PER_US, "args": {}}
         yield {"ph": "X", "name": "ProfilerStep#0", "pid": program, "tid": 0} | step
 
 
@@ -127,7 +126,7 @@ def _events(
                 args |= {"Collective name": collective_name(graph, op)}
                 args |= {"Process Group Name": group.name} if group else {}
             if graph.ops.kind[op] == OpKind.COPY:
-                rate = int(graph.ops.nbytes[op]) * _PS_PER_NS / int(timeline.duration[row])
+                rate = int(graph.ops.nbytes[op]) * units.PS_PER_NS / int(timeline.duration[row])
                 args |= {"bytes": int(graph.ops.nbytes[op]), "memory bandwidth (GB/s)": rate}
         yield {
             "ph": "X",
@@ -135,8 +134,8 @@ def _events(
             "cat": category,
             "pid": int(timeline.program[row]),
             "tid": track,
-            "ts": int(timeline.start[row]) / PS_PER_US,
-            "dur": int(timeline.duration[row]) / PS_PER_US,
+            "ts": int(timeline.start[row]) / units.PS_PER_US,
+            "dur": int(timeline.duration[row]) / units.PS_PER_US,
             "args": args,
         }
 

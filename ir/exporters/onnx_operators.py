@@ -327,9 +327,9 @@ def _transpose(call: OperatorCall) -> Sequence[str]:
     return [call.node("Transpose", x, perm=order)]
 
 
-def _dim(call: OperatorCall, default: int | None = None, tensor: Tensor | None = None) -> int:
+def _dim(call: OperatorCall, default: int | None = None) -> int:
     dim = _given(call, "dim") if default is None else call.given.get("dim", default)
-    return int(dim) % max(len((tensor or call.inputs[0]).shape), 1)
+    return int(dim) % max(len(call.inputs[0].shape), 1)
 
 
 def _slice(call: OperatorCall) -> Sequence[str]:

@@ -221,8 +221,8 @@ class Ring:
 
     Args:
         writer: of the graph.
-        load_balance: as in `ContextParallel`.
-        host_waits: as there.
+        load_balance: `ContextParallel.load_balance`.
+        host_waits: `ContextParallel.host_waits`.
     """
 
     def __init__(self, writer: ContextWriter, *, load_balance: bool, host_waits: bool = False) -> None:

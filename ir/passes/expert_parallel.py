@@ -98,10 +98,10 @@ def places(parts: int, experts: int, chosen: int, groups: tuple[int, int] = (1, 
     Without groups: parts (1 - C(N - N/parts, k) / C(N, k)) for k of N experts.
 
     Args:
-        parts: of the experts, as many on each.
-        experts: in all.
-        chosen: of them for a token.
-        groups: groups that the experts stand in, and how many of them the experts are chosen from.
+        parts: into how many equal parts the experts are divided (ranks of the ep axis).
+        experts: experts of a layer.
+        chosen: experts that a token is routed to (top-k).
+        groups: groups that the experts stand in, and from how many of them a token's experts are chosen.
     """
     count, allowed = groups
     if not (count % parts == 0 or parts % count == 0):

@@ -65,7 +65,7 @@ class StepCall:
     """One call of an operator, or one collective, that kept a device busy.
 
     Attributes:
-        operator: its family.
+        operator: family of the operator (`family`), or kind of the collective.
         phase: "forward", "backward", "recompute"; `OPTIMIZER`, `COMMUNICATION`.
         size: elements of the largest tensor that it reads; of a collective bytes of a rank's buffer; 0: not known.
         duration: picoseconds during which any of its work ran.

@@ -398,7 +398,7 @@ def delayed(dag: Dag, what: str, change: Change) -> Dag:
     Args:
         dag: the graph.
         what: `communication`, `computation` or a node's name.
-        change: of each of them.
+        change: how the time of each of these nodes changes.
 
     Raises:
         UnknownNameError: it is none of these.
@@ -425,8 +425,8 @@ def sensitivity(dag: Dag, path: LongestPath, every: int, change: Change, *, step
         dag: the graph.
         path: its longest path.
         every: n.
-        change: of the one node.
-        steps: to replay.
+        change: how the node's time changes.
+        steps: how many steps are replayed; times are averages of a step.
 
     Raises:
         UsageError: n is below 1.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from echograph.ir.comms.bandwidth import bus_factor, family
+from echograph.ir.comms.bandwidth import base_operation, bus_factor
 from echograph.ir.comms.record import NO_TIME, UNKNOWN, CallRows, CallSignature, CallSource
 from echograph.ir.tables import csv_text
 from echograph.profiler.comms.readers import find_sources
@@ -214,7 +214,8 @@ class Merge:
         if len(set(hosts)) < 2:
             return np.zeros(len(kind), dtype=np.int64)
         if not self.offsets:
-            together = np.array([family(what.op) in _TOGETHER for what in self.signatures])[kind] & (end >= 0)
+            waits = np.array([base_operation(what.op) in _TOGETHER for what in self.signatures])
+            together = waits[kind] & (end >= 0)
             reference = np.full(int(call.max()) + 1, np.nan)
             of_first = together & np.array([host == hosts[0] for host in hosts])[source]
             reference[call[of_first]] = end[of_first]

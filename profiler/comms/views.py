@@ -13,6 +13,7 @@ from typing import Any
 from echograph.ir.files import check_writable, write_whole
 from echograph.profiler.comms.report import Batch, Merge, Report, wait_and_transfer
 from echograph.profiler.page.frame import document, key, notes
+from echograph.units import PS_PER_S, format_bytes, format_time
 
 
 class ChromeTrace:
@@ -139,9 +140,9 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]], first: Sequence[str], 
     lines = ["".join(f"<th>{escape(_TITLES.get(head, head))}</th>" for head in heads)]
     for row in rows:
         cells = [_cell(name, row[name]) for name in first]
-        cells += [f"{row['calls']:,}", seconds(row["total_s"]), seconds(row["mean_s"]), _bar(row, longest)]
+        cells += [f"{row['calls']:,}", _time(row["total_s"]), _time(row["mean_s"]), _bar(row, longest)]
         known = row["exposed_s"] + row["hidden_s"] > 0
-        cells += [seconds(row[name]) if known else "–" for name in ("exposed_s", "hidden_s")]
+        cells += [_time(row[name]) if known else "–" for name in ("exposed_s", "hidden_s")]
         cells += [_cell(name, row[name]) for name in after]
         lines.append("".join(f"<td>{cell}</td>" for cell in cells))
     body = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -151,7 +152,7 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]], first: Sequence[str], 
 def _bar(row: Mapping[str, Any], longest: float) -> str:
     rest = max(0.0, row["total_s"] - row["wait_s"] - row["transfer_s"])
     shares = (("wait", row["wait_s"]), ("transfer", row["transfer_s"]), ("rest", rest))
-    told = ", ".join(f"{name} {seconds(value)}" for name, value in shares)
+    told = ", ".join(f"{name} {_time(value)}" for name, value in shares)
     inside = "".join(
         f'<div class="b{_COLOURS[name]}" style="width:{100 * v / longest:.2f}%"></div>' for name, v in shares
     )
@@ -160,25 +161,11 @@ def _bar(row: Mapping[str, Any], longest: float) -> str:
 
 def _cell(name: str, value: Any) -> str:
     if name == "bytes":
-        return escape(size(value))
+        return format_bytes(value)
     if name.endswith("_s"):
-        return seconds(value)
+        return _time(value)
     return f"{value:.3g}" if isinstance(value, float) else escape(str(value))
 
 
-def seconds(value: float) -> str:
-    """A time in words: 1.5 s, 12.3 ms, 45.6 us."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:,.0f} {unit}"
-    return f"{value / 1e-6:.3g} us" if value > 0 else "0"
-
-
-def size(value: int) -> str:
-    """Bytes in words: 512 B, 4 KiB, 64 MiB."""
-    amount = float(value)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024 or unit == "GiB":
-            return f"{amount:.4g} {unit}"
-        amount /= 1024
-    return ""
+def _time(seconds: float) -> str:
+    return format_time(seconds * PS_PER_S)

@@ -219,10 +219,10 @@ class Library(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A library whose layers others stand in for in a capture.
 
     Attributes:
-        version: of it.
-        processor: on which its calls were measured.
-        basis: how.
-        calls: by the name of the layer.
+        version: version of the library.
+        processor: processor on which its calls were measured.
+        basis: how they were measured.
+        calls: what a call of a layer takes, by the layer's name.
     """
 
     version: str

@@ -36,6 +36,7 @@ from echograph.profiler.fit.gemm import MOST_THROTTLE, RIDGE, SMOOTHNESS
 from echograph.profiler.fit.grid import finely, fit_grid, may_fall
 from echograph.profiler.fit.regression import (
     disagreement,
+    first_rows,
     held_out,
     judged,
     logit,
@@ -123,6 +124,11 @@ class Attentions:
         names = (field.name for field in fields(AttentionShape))
         shape = AttentionShape(**{name: getattr(self.shape, name)[index] for name in names})
         return Attentions(shape=shape, causal=self.causal[index], seconds=self.seconds[index])
+
+    def distinct(self) -> Attentions:
+        """Each measurement once."""
+        s = self.shape
+        return self.take(first_rows(s.b, s.h, s.q, s.d, s.kv_h, self.seconds))
 
     def sizes(self) -> tuple[FloatArray, ...]:
         """What tells two shapes apart, each [rows]."""
@@ -393,7 +399,7 @@ def fit_attention(
     if len(dense) >= DENSE_ROWS:
         basis = _note(dense, used, "inference kernel, with its rotation and cache write")
         models["trtllm"] = _model(
-            "trtllm", fit_pass(once(attention_rows(dense)), sheet, "trtllm", basis=basis, dense=True)
+            "trtllm", fit_pass(attention_rows(dense).distinct(), sheet, "trtllm", basis=basis, dense=True)
         )
     small = _small_head(models["trtllm"].forward) if "trtllm" in models else SMALL_HEAD
     ratio = backward_ratio(table, choice)
@@ -438,13 +444,6 @@ def inference_rows(own: KernelTable) -> KernelTable:
     dense = own.select(ops=["attn_fwd"], dtypes=["bf16", "bfloat16"])
     causal = dense.text["causal"].among(["yes"])
     return dense.where(dense.text["kernel"].among([""]) | dense.text["kernel"].among(["torch_flow"]) & causal)
-
-
-def once(rows: Attentions) -> Attentions:
-    """The rows without the repetitions of a measurement that stands in two tables."""
-    s = rows.shape
-    cells = np.stack([s.b, s.h, s.q, s.d, s.kv_h, rows.seconds])
-    return rows.take(np.sort(np.unique(cells, axis=1, return_index=True)[1]))
 
 
 def _both_timed(

@@ -402,7 +402,7 @@ def _fit_gemm(
         slow_calls = float(np.min(rows.seconds())) > HOST_MARGIN * SHORT_KERNEL_S
         hosted = slow_calls and "bf16" in models and ELEMENT_BYTES[dtype] < ELEMENT_BYTES["bf16"]
         models[dtype] = fit_gemm(
-            once(products(rows)),
+            products(rows).distinct(),
             _measured_sheet(sheet, facts, dtype),
             peak=SAME_UNITS.get(dtype, dtype),
             element_bytes=ELEMENT_BYTES[dtype],
@@ -470,12 +470,6 @@ def _of_the_device(rows: KernelTable, dtype: str, facts: DeviceFacts) -> npt.NDA
     if np.mean(host) < HOSTED_SHARE:
         return np.asarray(seconds > HOST_MARGIN * call)
     return np.asarray(~host & (seconds > np.quantile(seconds[host], LONGEST_CALL_QUANTILE)))
-
-
-def once(rows: Products) -> Products:
-    """The rows without the repetitions of a measurement that stands in two tables."""
-    cells = np.stack([*rows.shape(), rows.seconds])
-    return rows.take(np.sort(np.unique(cells, axis=1, return_index=True)[1]))
 
 
 def _launches(own: dict[str, GemmModel]) -> dict[str, GemmModel]:

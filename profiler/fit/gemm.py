@@ -46,6 +46,7 @@ from echograph.profiler.costs.gemm import (
 )
 from echograph.profiler.fit.grid import finely, fit_grid, limited, may_fall
 from echograph.profiler.fit.regression import (
+    first_rows,
     held_out,
     judged,
     logit,
@@ -164,6 +165,10 @@ class Products:
             k=self.k[index],
             seconds=self.seconds[index],
         )
+
+    def distinct(self) -> Products:
+        """Each measurement once."""
+        return self.take(first_rows(*self.shape(), self.seconds))
 
 
 def fit_gemm(

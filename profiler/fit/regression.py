@@ -62,6 +62,15 @@ def subsample(rows: int, limit: int = MAX_ROWS) -> npt.NDArray[np.intp]:
     return np.sort(np.random.default_rng(0).permutation(rows)[:limit])
 
 
+def first_rows(*columns: FloatArray) -> npt.NDArray[np.intp]:
+    """Which rows, ascending, repeat no earlier one: a measurement may stand in two tables.
+
+    Args:
+        columns: [rows] each, of what tells two measurements apart.
+    """
+    return np.sort(np.unique(np.stack(columns), axis=1, return_index=True)[1])
+
+
 def sigmoid(x: float | FloatArray) -> FloatArray:
     """Maps the real line to (0, 1)."""
     return np.asarray(1.0 / (1.0 + np.exp(-np.asarray(x))))

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from echograph.errors import InputError, UsageError
-from echograph.ir.comms.bandwidth import family
+from echograph.ir.comms.bandwidth import base_operation
 from echograph.ir.comms.record import CallSignature, NativeSource
 from echograph.ir.graph import JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Phase
@@ -156,7 +156,7 @@ def _recorded_calls(folder: RankFolder) -> list[_OperatorKey]:
             # One that stands twice had not ended when it was first written.
             calls[what.channel, sequence] = queued, what
     return [
-        _call_key(family(what.op), what.phase or UNKNOWN, what.bytes, len(source.groups[what.group]))
+        _call_key(base_operation(what.op), what.phase or UNKNOWN, what.bytes, len(source.groups[what.group]))
         for _, what in sorted(calls.values(), key=lambda call: call[0])
     ]
 

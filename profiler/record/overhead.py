@@ -150,7 +150,7 @@ class Sampled:
         hooked: of a step right after each.
         profiled: of a step right after that.
         calls: of calls, and until they were issued, with nothing on; none where there is no group to make them in.
-        observed_calls: the same as `calls`, under the profiler, with a listener.
+        observed_calls: as `calls`, under the profiler with a listener.
         counts: operators of each kind in each part of a step.
         modules: how many run in a step.
     """

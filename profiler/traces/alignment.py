@@ -46,10 +46,11 @@ class JobClocks:
     Attributes:
         clocks: by rank; the first rank's is the reference. Ranks that share no collective with it have none.
         collectives: how many collectives of several ranks they come from.
-        residual_ps: root of the mean square by which ends of one collective differ, after it.
-        before_ps: the same before it.
-        apart: collectives that a rank would still have ended before the last had begun them.
-        apart_before: the same before it; 0 where the clocks do not contradict one another.
+        residual_ps: root mean square, in picoseconds, of how far the ends of one collective differ between ranks
+            once the clocks are aligned.
+        before_ps: the same figure before they are aligned.
+        apart: collectives that one rank would have ended before another began them, with aligned clocks.
+        apart_before: as many with the clocks as they were; 0: the clocks do not contradict one another.
         notes: what could not be told, one line each.
     """
 

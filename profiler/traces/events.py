@@ -58,7 +58,6 @@ GROUPS = (
         {"wait_stream": "wait_on_stream", "wait_record": "wait_on_cuda_event_record_corr_id"},
     ),
     ArgumentGroup(OPERATORS, {"sequence": "Sequence number", "forward_thread": "Fwd thread id"}),
-    ArgumentGroup(frozenset({"python_function"}), {"python_id": "Python id", "python_parent": "Python parent id"}),
     ArgumentGroup(
         OPERATORS | KERNELS,
         {
@@ -90,8 +89,6 @@ class EventArguments(msgspec.Struct, frozen=True, gc=False, rename=_RENAMED):
     bytes: int | float | None = None
     # "N/A" where a transfer took no time.
     bandwidth: float | str | None = None
-    python_id: int | None = None
-    python_parent: int | None = None
     collective: str | None = None
     dtype: str | None = None
     in_elements: int | None = None
@@ -349,7 +346,7 @@ class EventStream:
             # An event longer than a piece is looked for again when there is twice as much of it.
             if not last and len(buffer) < self._enough:
                 return _Walked([], None, False)
-            walked = self._walk(bytes(buffer[1:]), last=last)
+            walked = self._walk(bytes(buffer[1:]))
             self._enough = CHUNK_BYTES if walked.events else 2 * len(buffer)
             return walked
         after, buffer[cut] = buffer[cut], ord("]")
@@ -357,15 +354,15 @@ class EventStream:
             events = self._decoder.decode(buffer[: cut + 1])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             buffer[cut] = after
-            return self._walk(bytes(buffer[1:]), last=last)
+            return self._walk(bytes(buffer[1:]))
         self._count += len(events)
         rest = bytes(buffer[cut + 1 :]).lstrip(b" \t\r\n,")
         if not last:
             return _Walked(events, rest, False)
-        walked = self._walk(rest, last=True)
+        walked = self._walk(rest)
         return _Walked(events + walked.events, walked.rest, walked.ended)
 
-    def _walk(self, buffer: bytes, *, last: bool) -> _Walked:
+    def _walk(self, buffer: bytes) -> _Walked:
         # One character for every byte that is no UTF-8, so that places in both texts are the same.
         kept = buffer.decode("utf-8", "surrogateescape")
         text = kept.encode("utf-8", "replace").decode()

@@ -35,6 +35,7 @@ from echograph.profiler.traces.events import (
 from echograph.profiler.traces.merged import MergedRanks, merged_ranks
 from echograph.profiler.traces.trace import DEVICE, LONGEST_US, NONE, TEXT, Trace, Values
 from echograph.progress import Progress, silent
+from echograph.units import PS_PER_US
 
 CATEGORIES = {
     "Operator": "cpu_op",
@@ -72,7 +73,6 @@ def _merged_arguments(first: EventArguments | None, last: EventArguments | None)
     return msgspec.structs.replace(first, **said)
 
 
-_PS_PER_US = 1_000_000
 # The profiler's own spans are no work of the job.
 _LEFT_OUT = ("", "Trace")
 # A float of microseconds keeps whole nanoseconds below the first bound (100 days), picoseconds below the second.
@@ -371,10 +371,10 @@ def _from_first(columns: dict[str, npt.NDArray[Any]], near: Bools) -> int:
     """Counts times from the first event; its picoseconds."""
     whole, part = columns.pop("whole"), columns["start"]
     first = int(whole[near].min(initial=_LATEST_US)) if near.any() else 0
-    start = np.where(near, whole - first, 0) * _PS_PER_US + part
+    start = np.where(near, whole - first, 0) * PS_PER_US + part
     earliest = int(start[near].min()) if near.any() else 0
     columns["start"] = start - earliest
-    return first * _PS_PER_US + earliest
+    return first * PS_PER_US + earliest
 
 
 def _name_streams(columns: dict[str, npt.NDArray[Any]], device: Bools) -> None:
@@ -406,21 +406,21 @@ def _times(microseconds: list[Any]) -> tuple[Int64, Int64]:
         return times, np.zeros(len(times), np.int64)
     if times.dtype != np.float64:
         floors = [math.floor(time) for time in microseconds]
-        parts = [int((time - whole) * _PS_PER_US) for time, whole in zip(microseconds, floors, strict=True)]
+        parts = [int((time - whole) * PS_PER_US) for time, whole in zip(microseconds, floors, strict=True)]
         return np.array(floors, np.int64), np.array(parts, np.int64)
     largest = float(np.abs(times).max())
     if largest >= _EXACT_NS_US:
         raise _TooLarge
     whole = np.floor(times)
     per_tick = 1 if largest < _EXACT_PS_US else 1000
-    ticks = np.rint((times - whole) * (_PS_PER_US // per_tick)).astype(np.int64) * per_tick
+    ticks = np.rint((times - whole) * (PS_PER_US // per_tick)).astype(np.int64) * per_tick
     return whole.astype(np.int64), ticks
 
 
 def _durations(microseconds: list[float]) -> Int64:
     times = np.array(microseconds, np.float64)
     per_tick = 1 if times.max() < _EXACT_PS_US else 1000
-    ticks: Int64 = np.rint(times * (_PS_PER_US // per_tick)).astype(np.int64) * per_tick
+    ticks: Int64 = np.rint(times * (PS_PER_US // per_tick)).astype(np.int64) * per_tick
     return ticks
 
 

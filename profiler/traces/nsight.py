@@ -17,9 +17,10 @@ import numpy as np
 from echograph.errors import DataError
 from echograph.ir.columns import Int64
 from echograph.profiler.traces.kineto import rank_of_name
-from echograph.profiler.traces.rows import PS_PER_NS, TraceRows
+from echograph.profiler.traces.rows import TraceRows
 from echograph.profiler.traces.trace import NONE, Trace
 from echograph.progress import Progress, silent
+from echograph.units import PS_PER_NS
 
 WHAT = "an export of Nsight Systems"
 _KERNELS, _COPIES, _SETS = (f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("KERNEL", "MEMCPY", "MEMSET"))

@@ -18,9 +18,10 @@ from echograph.errors import DataError
 from echograph.ir.columns import Int64
 from echograph.ir.files import read_unpacked
 from echograph.profiler.traces.kineto import rank_of_name
-from echograph.profiler.traces.rows import PS_PER_NS, TraceRows
+from echograph.profiler.traces.rows import TraceRows
 from echograph.profiler.traces.trace import NONE, Trace
 from echograph.progress import Progress, silent
+from echograph.units import PS_PER_NS
 
 WHAT = "rocprofv3's JSON"
 MAX_BYTES = 2**33

@@ -13,9 +13,8 @@ from echograph.errors import DataError
 from echograph.ir.columns import Int64
 from echograph.profiler.traces.events import TEXTS, whole_characters
 from echograph.profiler.traces.trace import LONGEST_US, NONE, TEXT, Trace, Values
+from echograph.units import PS_PER_US
 
-PS_PER_NS = 1000
-_PS_PER_US = 1_000_000
 _COLUMNS = ("start", "duration", "name", "category", "pid", "tid", "stream", "correlation")
 
 
@@ -70,14 +69,14 @@ class TraceRows:
             arguments: by their names in the profiler's JSON, a value each.
             places: columns `pid`, `tid`, `stream`, `correlation`: a value each, or one of all.
         """
-        kept = (duration >= 0) & (duration < LONGEST_US * _PS_PER_US) & (np.abs(start) < LONGEST_US * _PS_PER_US)
+        kept = (duration >= 0) & (duration < LONGEST_US * PS_PER_US) & (np.abs(start) < LONGEST_US * PS_PER_US)
         self._left_out += int((~kept).sum())
         if not kept.any():
             return
         if self._base_ps is None:
             self._base_ps = base_ps
         shift = base_ps - self._base_ps
-        if abs(shift) >= LONGEST_US * _PS_PER_US:
+        if abs(shift) >= LONGEST_US * PS_PER_US:
             raise DataError(f"{self.path}: its clocks are more than 50 days apart: export what lies together")
         codes = names if isinstance(names, np.ndarray) else np.array([self.code(name) for name in names], np.int32)
         count = int(kept.sum())

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from echograph.errors import UsageError
 from echograph.ir.columns import Bools, Int32, Int64
+from echograph.units import PS_PER_US
 
 NONE = -1
 
@@ -40,7 +41,6 @@ WAITS = frozenset({"Event Sync", "Context Sync", "Stream Sync", "Stream Wait Eve
 LONGEST_US = 2**42
 # Numbers of processes and threads are above this, be they negative, as some profilers write them.
 TEXT = -(2**62)
-_PS_PER_US = 1_000_000
 
 
 COLUMNS = ("start", "duration", "name", "category", "pid", "tid", "stream", "correlation", "external_id", "index")
@@ -233,7 +233,7 @@ class TraceSet(Mapping[int, Trace]):
             if len(traces[rank])
         }
         reference = next(iter(firsts.values()), 0)
-        near = {r: first for r, first in firsts.items() if abs(first - reference) < LONGEST_US * _PS_PER_US // 2}
+        near = {r: first for r, first in firsts.items() if abs(first - reference) < LONGEST_US * PS_PER_US // 2}
         origin = min(near.values(), default=0)
         self._traces = {
             rank: traces[rank].since(origin if rank in near else firsts.get(rank, traces[rank].origin))

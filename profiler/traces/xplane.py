@@ -13,9 +13,10 @@ from echograph.ir.columns import Bools
 from echograph.ir.files import read_unpacked
 from echograph.ir.serde.xplane import Plane, PlaneLine, decode_planes
 from echograph.profiler.traces.kineto import rank_of_name
-from echograph.profiler.traces.rows import PS_PER_NS, TraceRows
+from echograph.profiler.traces.rows import TraceRows
 from echograph.profiler.traces.trace import NONE, Trace
 from echograph.progress import Progress, silent
+from echograph.units import PS_PER_NS
 
 WHAT = "an XPlane of XLA"
 MAX_BYTES = 2**31

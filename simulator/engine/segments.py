@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Bools, Int32, Int64, ascending, distinct, equal_rows
+from echograph.ir.columns import NONE, Bools, Int32, Int64, ascending, distinct, enumerate_ranges, equal_rows
 from echograph.ir.graph import JobGraph
-from echograph.ir.schedule import Edges, spread
+from echograph.ir.schedule import Edges
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import OpKind
 from echograph.simulator.breakdown import Breakdown, breakdown
@@ -314,7 +314,7 @@ def _cut(job: JobGraph, number: int, edges: Edges, meets: np.ndarray) -> _Cut:
     """One program, cut where its calls begin, and before and after each rendezvous; without waits in segments."""
     calls, rows = job.programs[number].calls, np.flatnonzero(meets)
     starts = np.concatenate([[0], np.cumsum(calls[:, 2] - calls[:, 1])])
-    call, which = spread(np.searchsorted(rows, calls[:, 1]), np.searchsorted(rows, calls[:, 2]))
+    call, which = enumerate_ranges(np.searchsorted(rows, calls[:, 1]), np.searchsorted(rows, calls[:, 2]))
     met = starts[call] + rows[which] - calls[call, 1]
     start = distinct(np.concatenate([starts, met, met + 1]))
     call = np.searchsorted(starts, start[:-1], side="right") - 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from echograph.ir import columns
 from echograph.ir import types as t
-from echograph.ir.columns import Ragged, ascending, equal_rows
+from echograph.ir.columns import Ragged, ascending, enumerate_ranges, equal_rows, expand_ranges
 
 
 def test_ragged_rows() -> None:
@@ -87,3 +87,12 @@ def test_rows_of_several_columns_are_told_apart(rows: list[tuple[int, int, list[
         found = equal_rows(values, ragged)
     assert found.of.tolist() == expected
     assert found.first.tolist() == [expected.index(number) for number in range(len(numbers))]
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6)), max_size=20))
+def test_ranges_are_written_out_one_after_the_other(ranges: list[tuple[int, int]]) -> None:
+    begin, length = np.array(ranges, np.int64).reshape(-1, 2).T
+    wanted = [(row, begin + place) for row, (begin, length) in enumerate(ranges) for place in range(length)]
+    which, number = enumerate_ranges(begin, begin + length)
+    assert list(zip(which.tolist(), number.tolist(), strict=True)) == wanted
+    assert expand_ranges(begin, begin + length).tolist() == number.tolist()

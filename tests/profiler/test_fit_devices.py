@@ -15,8 +15,7 @@ from echograph.profiler.costs.attention import pass_seconds
 from echograph.profiler.costs.device import FloatArray
 from echograph.profiler.costs.gemm import gemm_seconds
 from echograph.profiler.fit.attention import attention_rows, inference_rows
-from echograph.profiler.fit.attention import once as only_once
-from echograph.profiler.fit.device import fit_device, fitted_rows, once, products, refit, write_profile
+from echograph.profiler.fit.device import fit_device, fitted_rows, products, refit, write_profile
 from echograph.profiler.fit.facts import RowChoice, device_facts, read_facts
 from echograph.profiler.fit.gemm import Products, fit_gemm
 from echograph.profiler.fit.grid import fit_grid
@@ -76,7 +75,7 @@ def test_products_meet_the_bar_on_unseen_shapes(tables: KernelTable, name: str, 
     choice = device_facts(name).rows
     spellings = ["bf16", "bfloat16"] if dtype == "bf16" else [dtype]
     of_device = tables.select(gpus=choice.tensor, ops=["gemm"], dtypes=spellings)
-    rows = once(products(fitted_rows(of_device, dtype, device_facts(name))))
+    rows = products(fitted_rows(of_device, dtype, device_facts(name))).distinct()
     rows = rows.take(held_out(*rows.shape()))
     profile = load_device(name)
     error = score(np.asarray(gemm(profile, rows.m, rows.n, rows.k, dtype=dtype).seconds), rows.seconds)
@@ -95,7 +94,7 @@ def test_products_of_blocks_are_off_by_what_the_profile_says(tables: KernelTable
     """Of a table most of whose rows time the host, whose call is no part of what is predicted."""
     facts = device_facts(name)
     of_device = tables.select(gpus=facts.rows.tensor, ops=["gemm"], dtypes=["fp8_block"])
-    rows = once(products(fitted_rows(of_device, "fp8_block", facts)))
+    rows = products(fitted_rows(of_device, "fp8_block", facts)).distinct()
     rows = rows.take(held_out(*rows.shape()))
     profile = load_device(name)
     error = score(np.asarray(gemm(profile, rows.m, rows.n, rows.k, dtype="fp8_block").seconds), rows.seconds)
@@ -109,7 +108,7 @@ def test_products_of_blocks_are_off_by_what_the_profile_says(tables: KernelTable
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_attention_meets_the_bar_on_unseen_shapes(tables: KernelTable, name: str) -> None:
     own = tables.select(gpus=device_facts(name).rows.tensor)
-    rows = only_once(attention_rows(inference_rows(own)))
+    rows = attention_rows(inference_rows(own)).distinct()
     rows = rows.take(rows.hidden())
     profile = load_device(name)
     model = profile.attention["trtllm"]

@@ -77,7 +77,7 @@ class LayerBlock:
         places: position of each operation in the block, by its row in the step.
         begin: row of its first operation in the job.
         first_id: the id in the job of its first tensor, once all blocks are known.
-        first_op_id: the same of its first operation.
+        first_op_id: the id in the job of its first operation, once all blocks are known.
     """
 
     block: int
@@ -947,7 +947,7 @@ class Pipeline:
         chunks: chunks of layers on each stage; more than one for "interleaved" only, two for those that turn.
         layers: layers of each chunk in the order of the model; None splits evenly, and the first chunks take one
             more where it does not divide. The first may have 0, then it has the embedding alone, and so may the
-            last. `schedules.split_layers` makes them from Megatron-LM's options.
+            last.
         overlap_experts: whether a forward and the backward beside it run as one pass (`schedules.paired`),
             in which either computes while the other exchanges rows of experts (`interleaved`).
         scatter_gather: each tensor-parallel rank sends a piece of an activation that all of them have, and those

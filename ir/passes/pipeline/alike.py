@@ -27,6 +27,7 @@ from echograph.ir.columns import (
     OpTable,
     Ragged,
     TensorTable,
+    enumerate_ranges,
     equal_rows,
 )
 from echograph.ir.graph import Block, Instance, JobGraph, Program
@@ -388,16 +389,14 @@ class _Whole:
         does = np.flatnonzero(piece >= 0)
         begin, end = self._bounds[number]
         piece, micro_batch = piece[does], order.micro_batch[its][does]
-        lengths = (end - begin)[piece]
-        before = np.cumsum(lengths) - lengths
-        which = np.repeat(begin[piece] - before, lengths) + np.arange(int(lengths.sum()))
+        run, which = enumerate_ranges(begin[piece], end[piece])
         calls = program.calls[which]
         slot = self.first[calls[:, 0]] + calls[:, 3]
         block = self.block_of[stage, slot]
         moved = rows.op_starts[block] - self._op_starts[calls[:, 0]]
         calls[:, 0], calls[:, 3] = block, self.instance_of[stage, slot]
         calls[:, 1:3] += moved[:, None]
-        calls[:, 4] = np.repeat(micro_batch, lengths)
+        calls[:, 4] = micro_batch[run]
         calls.setflags(write=False)
         coordinates = {**program.coordinates, AXIS: stage}
         return replace(program, calls=calls, role=f"stage {stage}", coordinates=coordinates)

@@ -15,6 +15,7 @@ from echograph.cli.options import Json
 from echograph.cli.output import print_error, print_json, print_line, print_table, show_progress
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph
+from echograph.units import format_bytes
 
 if TYPE_CHECKING:
     from echograph.profiler.comms.report import Report
@@ -80,8 +81,6 @@ def report_command(
 
 
 def _print_report(report: Report) -> None:
-    from echograph.profiler.comms.views import size
-
     ranks = len({rank["rank"] for rank in report.ranks})
     many = "" if len(report.groups) == 1 else "s"
     print_line(
@@ -93,7 +92,7 @@ def _print_report(report: Report) -> None:
         ("operation", "shape", "dtype", "size", *times, "algbw GB/s", "busbw GB/s"),
         [
             (
-                *(row["operation"], row["shape"] or "-", row["dtype"] or "-", size(row["bytes"])),
+                *(row["operation"], row["shape"] or "-", row["dtype"] or "-", format_bytes(row["bytes"])),
                 *(_times(row)),
                 *(f"{row[rate]:.3g}" if row[rate] else "-" for rate in ("algbw_GBps", "busbw_GBps")),
             )

@@ -293,7 +293,7 @@ def _check_pairs(plan: Plan) -> None:
             raise UsageError(line.format(plan))
 
 
-def spread(plan: Plan, node: int, most: int, where: str) -> tuple[int, int]:
+def resolve_world_size(plan: Plan, node: int, most: int, where: str) -> tuple[int, int]:
     """Ranks in all, and those that work on micro-batches of their own (data-parallel, experts' included).
 
     Args:
@@ -444,7 +444,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         return parse_passes(plan.passes)
     stack = load_stack(plan.stack) if plan.stack else Stack()
     plan = with_stack(plan, stack)
-    _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
+    _, ranks = resolve_world_size(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
     count = micro_batches(plan, ranks, plan.micro_batch or workload.batch_size)
     replicas, dropping = ranks // plan.expert_ranks, {"capacity_factor": plan.capacity_factor}
     order: tuple[tuple[bool, str, dict[str, Any]], ...] = (
@@ -710,7 +710,7 @@ def without_effect(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     if plan.passes:
         return ()
     stack = load_stack(plan.stack) if plan.stack else Stack()
-    _, ranks = spread(with_stack(plan, stack), cluster.gpus_per_node, cluster.max_gpus, cluster.name)
+    _, ranks = resolve_world_size(with_stack(plan, stack), cluster.gpus_per_node, cluster.max_gpus, cluster.name)
     sizes = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "dp": ranks, "pp": plan.pp}
     order, usual = ([axis for axis in axes if sizes[axis] > 1] for axes in (plan.mesh_order.split("-"), AXES))
     gathers = "--zero 3 gathers ahead always" if plan.zero == 3 else "--zero 0 gathers none"

@@ -79,12 +79,12 @@ class Training:
         steps: how many steps.
         days: of wall-clock time, failures included where they were asked for.
         days_interval: the same at both ends of the step's 90 % interval.
-        gpu_hours: of all GPUs.
-        price: of them; None where no price was given.
+        gpu_hours: hours of all GPUs together.
+        price: what these GPU hours cost, in the currency of the price per hour; None where none was given.
         energy_kwh: of the boards and what the site adds, without hosts and switches; None where the device's power
             is not known.
-        co2_kg: of that energy; None where no intensity was given.
-        pue: that it was worked out with.
+        co2_kg: emissions of that energy; None where no intensity was given.
+        pue: power usage effectiveness of the site that the energy was worked out with.
     """
 
     tokens: int

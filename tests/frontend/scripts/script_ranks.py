@@ -15,7 +15,7 @@ from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
-from echograph.ir.comms.bandwidth import family
+from echograph.ir.comms.bandwidth import base_operation
 from echograph.ir.comms.record import NativeSource
 from echograph.profiler.comms.launch import STARTUP
 
@@ -53,7 +53,7 @@ def calls_of(run: ScriptRun) -> list[Call]:
         call = node.meta.get(COMMUNICATION)
         if call is not None and node.target is not operator.getitem:
             dtype = str(call.dtype).removeprefix("torch.") if call.dtype else ""
-            found.append((family(call.op), call.ranks, call.nbytes, dtype, call.peer, node.meta[PHASE]))
+            found.append((base_operation(call.op), call.ranks, call.nbytes, dtype, call.peer, node.meta[PHASE]))
     return found
 
 
@@ -100,7 +100,8 @@ def _rows(path: Path) -> list[Call]:
     for _, number in sorted(set(rows)):
         what = source.signatures[number]
         assert what is not None
-        found.append((family(what.op), source.groups[what.group], what.bytes, what.dtype, what.peer, what.phase))
+        ranks = source.groups[what.group]
+        found.append((base_operation(what.op), ranks, what.bytes, what.dtype, what.peer, what.phase))
     return found
 
 

@@ -27,7 +27,7 @@ from echograph.frontend.megatron.shims import shimmed
 from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.world import World
-from echograph.ir.comms.bandwidth import family
+from echograph.ir.comms.bandwidth import base_operation
 
 
 def flown() -> Counter[str]:
@@ -37,7 +37,7 @@ def flown() -> Counter[str]:
     """
     told = torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True)
     names = (entry["profiling_name"].partition(":")[2] for entry in json.loads(told).get("entries", []))
-    return Counter("all_reduce" if name.startswith("reduce_scatter") else family(name) for name in names)
+    return Counter("all_reduce" if name.startswith("reduce_scatter") else base_operation(name) for name in names)
 
 
 class Counters:
@@ -65,7 +65,7 @@ class Counters:
         told.subtract(self._before)
         traced: Counter[str] = Counter()
         for (op, _, _), n in self._tracer.counts().items():
-            traced["all_reduce" if op.startswith("reduce_scatter") else family(op)] += n
+            traced["all_reduce" if op.startswith("reduce_scatter") else base_operation(op)] += n
         found = {"flown": dict(+told), "traced": dict(traced), "messages": dict(self.messages)}
         (self._folder / f"{self._rank}.json").write_text(json.dumps(found))
 

@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="needs the [torch] extra")
 
 from comms_jobs import run_job
 
-from echograph.ir.comms.bandwidth import family
+from echograph.ir.comms.bandwidth import base_operation
 from echograph.profiler.comms.report import Report, report_on
 
 pytestmark = pytest.mark.torch
@@ -82,14 +82,14 @@ def test_the_flight_recorder_has_seen_the_same(raw: tuple[list[Any], Path]) -> N
         told: Counter[tuple[str, str]] = Counter()
         names = {"0": "0,1", "1": "0,1#2", "2": "1", "3": "0,1#3"}
         for operation, group, _ in answer["recorded"]:
-            told[family(operation.partition(":")[2]), names[group]] += 1
+            told[base_operation(operation.partition(":")[2]), names[group]] += 1
         ours: Counter[tuple[str, str]] = Counter()
         for operation, group, _, n in answer["all"]:
             # gloo's recorder leaves out messages and monitored barriers, and shows a scattered sum as what gloo
             # makes of it: one sum over all for each rank's part, or one for a single tensor.
             if operation not in ("send", "recv", "monitored_barrier"):
                 scattered = operation == "reduce_scatter"
-                name = "all_reduce" if operation.startswith("reduce_scatter") else family(operation)
+                name = "all_reduce" if operation.startswith("reduce_scatter") else base_operation(operation)
                 ours[name, group] += n * (2 if scattered else 1)
         assert told == ours, rank
 
@@ -139,7 +139,7 @@ def test_frameworks_are_counted_as_pytorch_counts(frameworks: list[Any], name: s
     for answer in frameworks:
         ours: Counter[str] = Counter()
         for operation, _, _, n in answer[name]["counts"]:
-            ours[family(operation)] += n
+            ours[base_operation(operation)] += n
         assert ours == answer[name]["debug"]
         assert sum(ours.values()) > 0
 
@@ -153,7 +153,7 @@ def test_bytes_are_conserved(frameworks: list[Any]) -> None:
         assert answer["ddp"]["counts"] == [["all_reduce", "0,1", parameters, 1]]
         moved: Counter[str] = Counter()
         for operation, _, size, n in answer["fsdp2"]["counts"]:
-            moved[family(operation)] += size * n
+            moved[base_operation(operation)] += size * n
         # FSDP2 gathers for both passes, and scatters each gradient once.
         assert moved == {"all_gather": 2 * parameters, "reduce_scatter": parameters}
         assert answer["tensor"]["counts"] == [["all_reduce", "0,1", 4 * 64 * 4, 1]]
@@ -186,7 +186,7 @@ def test_four_ranks_in_halves_of_two_kinds_and_fsdp1(tmp_path: Path, warm: Path)
         moved: Counter[str] = Counter()
         for operation, group, size, n in answer["fsdp1"]:
             assert group == "0-3"
-            moved[family(operation)] += size * n
+            moved[base_operation(operation)] += size * n
         assert moved == {"all_gather": parameters, "reduce_scatter": parameters}
     report = report_on(tmp_path / "traces")
     assert report.problems == {} and report.unfinished == []
@@ -211,7 +211,7 @@ def test_libraries_are_counted_as_pytorch_counts(package: str, job: str, tmp_pat
         for part in [answer] if "debug" in answer else answer.values():
             ours: Counter[str] = Counter()
             for operation, _, _, n in part["counts"]:
-                ours[family(operation)] += n
+                ours[base_operation(operation)] += n
             assert ours == part["debug"]
             assert sum(ours.values()) > 0
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from echograph.ir.comms.bandwidth import bus_factor, family, message_bytes
+from echograph.ir.comms.bandwidth import base_operation, bus_factor, message_bytes
 from echograph.ir.comms.record import FORMAT, CallSignature, EndLine, GroupLine, HeaderLine, encode
 from echograph.profiler.comms import report as report_module
 from echograph.profiler.comms.report import report_on
-from echograph.profiler.comms.views import ChromeTrace, page, seconds, size
+from echograph.profiler.comms.views import ChromeTrace, page
 
 MS = 10**6
 
@@ -153,7 +153,7 @@ def test_sizes_and_factors_are_those_of_nccl_tests() -> None:
         1,
         0,
     ]
-    assert family("all_reduce_coalesced") == "all_reduce" and family("reduce") == "reduce"
+    assert base_operation("all_reduce_coalesced") == "all_reduce" and base_operation("reduce") == "reduce"
     assert bus_factor("all_reduce", 1) == 0
 
 
@@ -184,11 +184,6 @@ def test_the_chrome_trace_and_the_page_hold_the_calls(tmp_path: Path) -> None:
     Balanced().feed(text)
     assert opened == []
     assert "2 calls on 2 ranks" in text
-
-
-def test_words_for_times_and_sizes() -> None:
-    assert [seconds(t) for t in (0, 2.5e-6, 0.0123, 1.5, 2000)] == ["0", "2.5 us", "12.3 ms", "1.5 s", "2,000 s"]
-    assert [size(n) for n in (0, 512, 4096, 3 << 29)] == ["0 B", "512 B", "4 KiB", "1.5 GiB"]
 
 
 @pytest.mark.slow

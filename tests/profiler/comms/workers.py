@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import all_reduce as imported_before
 
 import echograph
-from echograph.ir.comms.bandwidth import family
+from echograph.ir.comms.bandwidth import base_operation
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -165,7 +165,7 @@ def _debugged(tracer: Any, step: Any) -> dict[str, Any]:
             "allgather_base": "all_gather",
             "reduce_scatter_base": "reduce_scatter",
         }
-        told[family(spelled.get(name, name))] += n
+        told[base_operation(spelled.get(name, name))] += n
     return {"counts": since(tracer, before), "debug": dict(told)}
 
 
