@@ -147,7 +147,9 @@ def summary_table(
         titles: what a family is, by its name.
         peers: mean errors by family and tool.
     """
-    lines, means, done = [], [], []
+    lines: list[tuple[str, ...]] = []
+    means: list[float] = []
+    done: list[Row] = []
     for name, all_rows in families.items():
         if rows := answered(measured(all_rows)):
             title, steps, _, mean, _, bias, held, _, *others = family_line(
