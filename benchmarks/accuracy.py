@@ -1,11 +1,12 @@
-"""The generated part of docs/accuracy.md: whole steps by family, intervals, what to believe when, and plots.
+"""The generated parts of docs/accuracy.md and of its folder: errors of whole steps, intervals, and plots.
 
 python -m benchmarks.accuracy RESULT.json [...] [--page docs/accuracy.md]
 
 Reads what `echosim validate TABLE --peers FILE -o RESULT.json` wrote, of all families or of some; a row of a later
-file takes the place of the same row of an earlier one. Writes between the page's markers (`<!-- NAME -->` to
-`<!-- end NAME -->`), so what people wrote around them stays, and one plot a family into the folder of the page's
-name. Takes seconds. The plots need the [report] extra.
+file takes the place of the same row of an earlier one. Writes into the page (a summary by family; what to believe
+when) and into two pages of the folder of its name: steps.md (all figures by family, a plot a family beside it) and
+intervals.md. Each part stands between markers (`<!-- NAME -->` to `<!-- end NAME -->`), so what people wrote
+around them stays. Takes seconds. The plots need the [report] extra.
 """
 
 from __future__ import annotations
@@ -54,16 +55,33 @@ def main() -> None:
     calibration = calibrate(arguments.results)
     for row in answered(row for family in named.values() for row in family):
         hold(row, calibration.left_out.get(row["family"], calibration.form))
-    parts = {
+    folder = arguments.page.with_suffix("")
+    done = answered(measured(row for rows in named.values() for row in rows))
+    front = {"summary": summary_table(named, titles, peers), "believe": believe_table(done)}
+    steps = {
         "families": families_table(named, titles, peers),
-        "plots": plots_table(named, arguments.page.with_suffix("")),
-        "intervals": intervals_table(calibration),
-        "believe": believe_tables(measured(row for rows in named.values() for row in rows)),
+        "plots": plots_table(named, folder),
+        "kinds": kinds_table(done),
     }
-    text = arguments.page.read_text(encoding="utf-8")
+    write_parts(arguments.page, front)
+    write_parts(folder / "steps.md", steps)
+    write_parts(folder / "intervals.md", {"intervals": intervals_table(calibration)})
+
+
+def write_parts(page: Path, parts: dict[str, str]) -> None:
+    """Writes each part between its markers in a page.
+
+    Args:
+        page: a page in Markdown.
+        parts: by the name in its markers, what stands between them.
+
+    Raises:
+        DataError: the page lacks a marker.
+    """
+    text = page.read_text(encoding="utf-8")
     for name, part in parts.items():
         text = replace_part(text, name, part)
-    write_whole(arguments.page, [text])
+    write_whole(page, [text])
 
 
 def read_results(paths: Iterable[Path]) -> tuple[dict[str, list[Row]], dict[str, dict[str, float]]]:
@@ -117,6 +135,35 @@ def mean_error(rows: Sequence[Row]) -> float:
 def percent(value: float, form: str = ".1f") -> str:
     """A share as the page writes it."""
     return f"{100 * value:{form}} %"
+
+
+def summary_table(
+    families: dict[str, list[Row]], titles: dict[str, str], peers: dict[str, dict[str, float]]
+) -> str:
+    """Of each family of measured steps: how many, mean error, bias, share in the interval, other tools' errors.
+
+    Args:
+        families: rows by family.
+        titles: what a family is, by its name.
+        peers: mean errors by family and tool.
+    """
+    lines: list[tuple[str, ...]] = []
+    means: list[float] = []
+    done: list[Row] = []
+    for name, all_rows in families.items():
+        if rows := answered(measured(all_rows)):
+            title, steps, _, mean, _, bias, held, _, *others = family_line(
+                f"{titles.get(name, name)} (`{name}`)", all_rows, peers.get(name, {})
+            )
+            lines.append((title, steps, mean, bias, held, *others))
+            means.append(mean_error(rows))
+            done += rows
+    head = ("measured steps", "number", "mean error", "bias", "in the 90 % interval", *TOOL_TITLES)
+    lines += [
+        ("mean over families", f"{len(done):,}", percent(statistics.mean(means)), *[""] * 4),
+        ("mean over steps", f"{len(done):,}", percent(mean_error(done)), *[""] * 4),
+    ]
+    return table(head, lines)
 
 
 def families_table(
@@ -204,9 +251,12 @@ def intervals_table(found: FormCalibration) -> str:
     return f"{table(head, lines)}\n{widths}"
 
 
-def believe_tables(rows: Sequence[Row]) -> str:
-    """Mean errors by GPU, stack, number of GPUs and kinds of work, and by the first three together."""
-    done = answered(rows)
+def kinds_table(rows: Sequence[Row]) -> str:
+    """Errors by GPU, by stack, by number of GPUs, and by kinds of work.
+
+    Args:
+        rows: measured steps with a prediction.
+    """
     keys: list[tuple[str, Callable[[Row], str]]] = [
         ("GPU", lambda row: row["device"]),
         ("stack", stack_of),
@@ -214,22 +264,29 @@ def believe_tables(rows: Sequence[Row]) -> str:
     ]
     lines = []
     for what, key in keys:
-        groups = grouped(done, key)
+        groups = grouped(rows, key)
         order = [title for _, title in SCALES] if what == "GPUs" else sorted(groups)
         lines += [(f"{what}: {name}", *figures(groups[name])) for name in order if name in groups]
     for kind, least in MUCH.items():
-        if much := [row for row in done if row["work"].get(kind, 0.0) >= least]:
+        if much := [row for row in rows if row["work"].get(kind, 0.0) >= least]:
             lines.append((f"{kind} {percent(least, '.0f')} of the step or more", *figures(much)))
-    if rest := [row for row in done if all(row["work"].get(kind, 0.0) < least for kind, least in MUCH.items())]:
+    if rest := [row for row in rows if all(row["work"].get(kind, 0.0) < least for kind, least in MUCH.items())]:
         lines.append(("less of each of these", *figures(rest)))
-    head = ("by", "steps", "families", "mean", "bias", "9 of 10 within")
-    both = grouped(done, lambda row: f"{row['device']} | {stack_of(row)}")
+    return table(("by", "steps", "families", "mean", "bias", "9 of 10 within"), lines)
+
+
+def believe_table(rows: Sequence[Row]) -> str:
+    """Mean errors and numbers of steps by GPU and stack (a line each) and by number of GPUs (a column each).
+
+    Args:
+        rows: measured steps with a prediction.
+    """
+    both = grouped(rows, lambda row: f"{row['device']} | {stack_of(row)}")
     cells = [
         (name, *(cell([row for row in both[name] if scale_of(row) == title]) for _, title in SCALES))
         for name in sorted(both)
     ]
-    cross = table(("GPU", "stack", *(f"{title} GPUs" for _, title in SCALES)), cells, left=2)
-    return f"{table(head, lines)}\nMean error and number of steps by GPU, stack and number of GPUs:\n\n{cross}"
+    return table(("GPU", "stack", *(f"{title} GPUs" for _, title in SCALES)), cells, left=2)
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
@@ -265,13 +322,13 @@ def cell(rows: Sequence[Row]) -> str:
 
 
 def plots_table(families: dict[str, list[Row]], folder: Path) -> str:
-    """One plot a family, written into a folder, and the table that shows them."""
+    """One plot a family, written into a folder, and the table with which a page of that folder shows them."""
     folder.mkdir(exist_ok=True)
     shown = []
     for name, rows in families.items():
         if done := answered(rows):
             plot(name, done, folder / f"{name}.png")
-            shown.append(f"![Measured against predicted steps of {name}]({folder.name}/{name}.png)")
+            shown.append(f"![Measured against predicted steps of {name}]({name}.png)")
     shown += [""] * (-len(shown) % COLUMNS)
     lines = [shown[i : i + COLUMNS] for i in range(0, len(shown), COLUMNS)]
     return table([""] * COLUMNS, lines, left=COLUMNS)

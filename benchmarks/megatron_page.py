@@ -1,10 +1,9 @@
-"""The part of docs/accuracy.md that is Megatron-LM's own tests: tables and a plot each of time and memory.
+"""The generated part of docs/accuracy/megatron-tests.md: tables and a plot each of time and memory.
 
-python -m benchmarks.megatron_page RESULTS [--page docs/accuracy.md]
+python -m benchmarks.megatron_page RESULTS [--page docs/accuracy/megatron-tests.md]
 
 RESULTS is the folder that `python -m benchmarks.megatron_tests` keeps. Writes between the page's markers
-`<!-- megatron -->` and `<!-- end megatron -->`, and the plots into the folder of the page's name. The plots need
-the [report] extra.
+`<!-- megatron -->` and `<!-- end megatron -->`, and the plots beside the page. The plots need the [report] extra.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Any
 from benchmarks.accuracy import BAND, ROOT, percent, replace_part, table
 from echograph.ir.files import write_whole
 
+PAGE = ROOT / "docs" / "accuracy" / "megatron-tests.md"
 PLATFORMS = ("H100", "A100", "GB200", "H100 on AWS")
 LARGE = 2048
 """Hidden size from which on kernels are large, and the host is not what binds."""
@@ -48,7 +48,7 @@ def main() -> None:
     """Writes the part and its plots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="the folder of results")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "accuracy.md", help="the page to write into")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write into")
     arguments = parser.parse_args()
     write_page(arguments.results, arguments.page)
 
@@ -56,7 +56,7 @@ def main() -> None:
 def write_page(results: Path, page: Path) -> None:
     """Writes what a folder of results holds between the markers of a page, and the plots beside it."""
     text = page.read_text(encoding="utf-8")
-    write_whole(page, [replace_part(text, "megatron", page_part(read_records(results), page.with_suffix("")))])
+    write_whole(page, [replace_part(text, "megatron", page_part(read_records(results), page.parent))])
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def page_part(records: Sequence[Mapping[str, Any]], folder: Path) -> str:
         }
         if any(pairs.values()):
             write_whole(folder / name, [plot(f"{what}, {unit}", pairs)])
-            shown.append(f"![Measured against predicted {what}]({folder.name}/{name})")
+            shown.append(f"![Measured against predicted {what}]({name})")
     return "".join([*lines, *(["\n", table([""] * len(shown), [shown], left=len(shown))] if shown else [])])
 
 

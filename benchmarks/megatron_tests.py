@@ -11,7 +11,7 @@ Each set of arguments is captured once, by `echoc capture megatron`, and simulat
 measurement. Results stay in the folder of results, a file a set: a second call goes on where the first was
 stopped, `--again failed` tries those anew that failed, `--again simulations` simulates anew what is captured,
 `--again all` does all. A set whose attention another library ran on some of its GPUs or in some of its
-containers is captured once for each (`_backend`). `--page docs/accuracy.md` writes the page's part
+containers is captured once for each (`_backend`). `--page docs/accuracy/megatron-tests.md` writes the page's part
 (`benchmarks.megatron_page`).
 
 With `--history CLONE`, a clone that has its history, a test's arguments are those that it was measured with, which

@@ -1,4 +1,4 @@
-"""Real steps over shaped links beside their predictions: the table of docs/accuracy.md, with date and machine.
+"""Real steps over shaped links beside their predictions: the table of docs/accuracy/networks.md.
 
 python -m benchmarks.testbed [--only TEXT] [--output FILE.md]
 

@@ -13,7 +13,7 @@ shorter and longer are `Form.widths`. No predicted time moves by any of this.
 
 `form.json` holds the widths; `echosim calibrate` estimates them from predictions of published steps
 (`workflow.calibration.form`). All kinds of work share them: with a spread for each, estimated by likelihood,
-intervals as wide held fewer steps of families that were left out (docs/accuracy.md).
+intervals as wide held fewer steps of families that were left out (docs/accuracy/intervals.md).
 """
 
 from __future__ import annotations

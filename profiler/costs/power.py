@@ -4,7 +4,7 @@ Tables time bursts of one kernel, at the clock that a cool board boosts to. A st
 lowers its clock until its mean power is within its limit. It takes some 100 ms to do so, so that all kernels of a
 step have one clock: on an H200 a product of 1.4 ms is as fast beside copies, in turns of 1 to 64 kernels, as the
 mean power of both allows, and at its full clock beside three copies, while alone it runs 18 % longer
-(benchmarks/measured/h200_power.csv; docs/accuracy.md, "Power and clocks"):
+(benchmarks/measured/h200_power.csv; docs/accuracy/power.md):
 
     volts(x)   = max(FLOOR, 1 - SLOPE (1 - x))              x: the clock, over that of a burst
     seconds(x) = core_s / x + other_s                       only what the clock paces grows

@@ -183,7 +183,7 @@ def _columns(path: Path, lines: Iterator[list[str]]) -> KernelTable:
     header = next(lines, [])
     missing = [name for name in REQUIRED if name not in header]
     if missing:
-        raise DataError(f"{path}: column '{missing[0]}' is missing: see the columns in docs/accuracy.md")
+        raise DataError(f"{path}: column '{missing[0]}' is missing: see the columns in docs/accuracy/kernels.md")
     if twice := [name for name in {*TEXT, *NUMBERS} if header.count(name) > 1]:
         raise DataError(f"{path}: column '{min(twice)}' stands twice: leave one of them out")
     read = {name: _Cells({}, []) for name in (*TEXT, *NUMBERS) if name in header}

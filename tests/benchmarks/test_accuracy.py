@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FORM = ("families", "plots", "intervals", "believe")
+PARTS = {
+    "accuracy.md": ("summary", "believe"),
+    "accuracy/steps.md": ("families", "plots", "kinds"),
+    "accuracy/intervals.md": ("intervals",),
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +45,37 @@ def test_the_page_is_made_from_results(accuracy: Any, tmp_path: Path, monkeypatc
     result, again = tmp_path / "result.json", tmp_path / "again.json"
     result.write_text(json.dumps({"rows": [*rows, skipped], "families": families}))
     again.write_text(json.dumps({"rows": [row("one-4", 2.0)], "families": {}}))
-    page = tmp_path / "page.md"
-    page.write_text("by hand\n" + "".join(f"<!-- {n} -->\nold\n<!-- end {n} -->\nkept\n" for n in FORM))
-    monkeypatch.setattr(sys, "argv", ["accuracy", str(result), str(again), "--page", str(page)])
+    pages = {name: tmp_path / name for name in PARTS}
+    (tmp_path / "accuracy").mkdir()
+    for name, parts in PARTS.items():
+        old = "".join(f"<!-- {part} -->\nold\n<!-- end {part} -->\nkept\n" for part in parts)
+        pages[name].write_text(f"by hand\n{old}")
+    monkeypatch.setattr(
+        sys, "argv", ["accuracy", str(result), str(again), "--page", str(tmp_path / "accuracy.md")]
+    )
     accuracy.main()
-    text = page.read_text()
-    assert text.startswith("by hand\n") and text.count("kept\n") == 4 and "old" not in text
+    texts = {name: page.read_text() for name, page in pages.items()}
+    for name, parts in PARTS.items():
+        text = texts[name]
+        assert text.startswith("by hand\n") and text.count("kept\n") == len(parts) and "old" not in text
     mean = (0 + 1 / 51 + 1 / 26 + 3 / 53 + 0.5) / 5
-    assert f"| one:  | 5 | 5 | {100 * mean:.1f} % |" in text and "12.5 %" in text
-    assert "| two:  | 4 | 5 | 20.0 % | 20.0 % | -20.0 % |" in text
-    assert "| two, dense | 3 | 3 | 20.0 % |" in text and "| two, with experts | 1 | 1 |" in text
-    assert "| one, dense |" not in text
-    assert "| stack: nemo | 9 | 2 |" in text and "| GPUs: 65 to 512 | 4 | 1 | 20.0 % |" in text
-    assert "| all families | 9 |" in text
-    assert "(page/one.png)" in text
-    assert {path.name for path in (tmp_path / "page").iterdir()} == {"one.png", "two.png"}
-    first = (tmp_path / "page" / "one.png").read_bytes()
+    front, steps, intervals = texts.values()
+    assert f"| one (`one`) | 5 | {100 * mean:.1f} % |" in front and "12.5 %" in front
+    assert f"| mean over families | 9 | {50 * (mean + 0.2):.1f} % |" in front
+    assert "| a100 | nemo | " in front and " | 20 % (4) |" in front
+    assert f"| one:  | 5 | 5 | {100 * mean:.1f} % |" in steps and "12.5 %" in steps
+    assert "| two:  | 4 | 5 | 20.0 % | 20.0 % | -20.0 % |" in steps
+    assert "| two, dense | 3 | 3 | 20.0 % |" in steps and "| two, with experts | 1 | 1 |" in steps
+    assert "| one, dense |" not in steps
+    assert "| stack: nemo | 9 | 2 |" in steps and "| GPUs: 65 to 512 | 4 | 1 | 20.0 % |" in steps
+    assert "(one.png)" in steps
+    assert "| all families | 9 |" in intervals
+    plots = tmp_path / "accuracy"
+    assert {path.name for path in plots.glob("*.png")} == {"one.png", "two.png"}
+    first = (plots / "one.png").read_bytes()
     accuracy.main()
-    assert page.read_text() == text and (tmp_path / "page" / "one.png").read_bytes() == first
+    assert {name: page.read_text() for name, page in pages.items()} == texts
+    assert (plots / "one.png").read_bytes() == first
 
 
 def test_a_page_without_markers_is_refused(accuracy: Any) -> None:
@@ -68,7 +85,8 @@ def test_a_page_without_markers_is_refused(accuracy: Any) -> None:
         accuracy.replace_part("text", "families", "")
 
 
-def test_the_page_that_ships_has_all_markers() -> None:
-    text = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
-    for name in FORM:
+@pytest.mark.parametrize("page", PARTS)
+def test_the_pages_that_ship_have_all_markers(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for name in PARTS[page]:
         assert text.count(f"<!-- {name} -->") == text.count(f"<!-- end {name} -->") == 1

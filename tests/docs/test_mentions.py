@@ -67,8 +67,8 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     assert [word for word in found if not TO_BE_WRITTEN.search(word) and not is_there(word)] == []
 
 
-# These two name files of other projects.
-OWN = [page for page in PAGES if page.name not in ("accuracy.md", "adapters.md")]
+# Adapters and the evidence of accuracy name files of other projects.
+OWN = [page for page in PAGES if page.name != "adapters.md" and page.parent.name != "accuracy"]
 
 
 @pytest.mark.parametrize("page", OWN, ids=lambda page: str(page.relative_to(ROOT)))
@@ -85,6 +85,25 @@ def test_what_is_not_there_is_seen() -> None:
     ]  # fmt: skip
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link may name after `#`: the page's headings, as GitHub writes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#{1,6} (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_headings_that_a_page_links_to_are_there(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    missing = [
+        f"{path}#{anchor}"
+        for path, anchor in links
+        if not path or path.endswith(".md")
+        if anchor not in anchors(page.parent / path if path else page)
+    ]
+    assert missing == []
+
+
 def test_the_glossary_has_one_meaning_a_word() -> None:
     rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
     words = Counter(word for row in rows for word in row.split(", ") if row != "word")
@@ -96,8 +115,8 @@ def test_every_column_that_validate_reads_is_told() -> None:
     sources = (ROOT / "src/echograph/workflow/validation").glob("*.py")
     text = "".join(path.read_text(encoding="utf-8") for path in sources)
     read = set(re.findall(r'\b(?:row|self)\.(?:text|number|real)\("(\w+)"', text))
-    page = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
-    table = page.split("### The table of measured steps")[1].split("\n### ")[0]
+    page = (ROOT / "docs" / "accuracy" / "steps.md").read_text(encoding="utf-8")
+    table = page.split("## The table of measured steps")[1].split("\n## ")[0]
     told = {
         name
         for line in table.splitlines()

@@ -350,7 +350,7 @@ def validate_command(
     system_options: SystemOptions,
     sizes: ModelSizes,
     table: Annotated[
-        Path | None, typer.Argument(help="CSV table of measured steps (docs/accuracy.md names its columns).")
+        Path | None, typer.Argument(help="CSV table of measured steps (docs/accuracy/steps.md names its columns).")
     ] = None,
     trace: Annotated[
         Path | None,
