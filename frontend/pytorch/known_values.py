@@ -46,7 +46,8 @@ _ASKING = ("__index__", "__int__", "__invert__", "__iter__")
 _MADE = frozenset((
     torch.tensor, torch.as_tensor, torch.arange, torch.linspace, torch.zeros, torch.ones,
     torch.full, torch.eye, torch.rand, torch.randn, torch.randint, torch.randperm, torch.tril_indices,
-    torch.triu_indices,
+    torch.triu_indices, torch.logspace, torch.bartlett_window, torch.blackman_window, torch.hamming_window,
+    torch.hann_window, torch.kaiser_window,
 ))  # fmt: skip
 # Of these, what the GPU draws is not known, as what a model draws is not.
 _DRAWN = (torch.rand, torch.randn, torch.randint, torch.randperm)
@@ -111,7 +112,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, m
     """
     if func is Tensor.expand_as:  # of the other one the shape alone counts
         func, args, kwargs = Tensor.expand, (args[0], *(args[1].shape if args[1:] else kwargs["other"].shape)), {}
-    first: Any = args[func is torch.einsum] if args else None
+    first: Any = args[func is torch.einsum or (len(args) > 1 and type(args[0]) in (int, float))] if args else None
     if func in _MADE_LIKE and isinstance(out, FakeTensor) and is_small(out):
         with apart():
             args = (torch.empty(first.shape if "like" in func.__name__ else 0, dtype=torch.bool), *args[1:])

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, _meta_registrations
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.fx import Node
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device, _foreach_utils, checkpoint
@@ -812,6 +813,8 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
             made.grad = _copied(tensor.grad, memo)
         for name in vars(tensor).keys() - vars(made).keys():
             held = vars(tensor)[name]
+            if isinstance(held, Node):  # what was written down of the tensor is not of its copy
+                continue
             with (
                 _disable_current_modes() if type(held) is Tensor else nullcontext()
             ):  # what is known of its values

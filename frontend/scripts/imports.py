@@ -94,17 +94,30 @@ def put_off(note: NoteTaker) -> Iterator[None]:
 def _with_names(module: ModuleType, names: Sequence[str], frame: FrameType, note: NoteTaker) -> Any:
     """A module, or the names of it that a script imports, where it has not all of them."""
     gone = [name for name in names if name != "*" and not _has(module, name)]
-    if not gone or not _installed(module) or is_caught(frame):
+    empty = bool(gone) and _is_empty(module)
+    if not gone or not (empty or _installed(module)) or is_caught(frame):
         return module
     there = {name: getattr(module, name) for name in names if name not in gone}
     for name in gone:
         told = f"cannot import name '{name}' from '{module.__name__}' ({getattr(module, '__file__', None)})"
+        if empty:
+            told = f"{module.__name__} is an empty folder: fetch it (git submodule update --init), or install it"
         error = ImportError(told, name=module.__name__, path=getattr(module, "__file__", None))
         there[name] = _lacking(module.__name__, name, error)
         note(f"{_line(frame)} imports {name}, which {module.__name__} has not: {_UNUSED}")
     made = ModuleType(module.__name__)
     vars(made).update(there)
     return made
+
+
+def _is_empty(module: ModuleType) -> bool:
+    """Whether a folder without files stands for a package, as a submodule of git that was not fetched."""
+    folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+    return getattr(module, "__file__", None) is None and bool(folders) and not any(map(_files, folders))
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*") if path.name != "__pycache__"]
 
 
 def _has(module: ModuleType, name: str) -> bool:

@@ -365,7 +365,13 @@ def _older_options(note: NoteTaker) -> Iterator[None]:
             options, place = parser._option_string_actions, "transformers.training_args:TrainingArguments"
             if not any(base.__name__ == "TrainingArguments" for base in kind.__mro__):
                 return
-            for old, now in _RENAMED[place].items():
+            for option in parser._actions:  # on where nothing follows, as of release 4
+                if option.type is by_word and option.nargs is None:
+                    option.nargs, option.const = "?", True
+            renamed = _RENAMED[place] | (
+                _RENAMED["trl.trainer.sft_config:SFTConfig"] if kind.__name__ == "SFTConfig" else {}
+            )
+            for old, now in renamed.items():
                 if f"--{old}" not in options and f"--{now}" in options:
                     options[f"--{old}"] = options[f"--{now}"]
             for action, names in ((Ignored, LEFT_OUT[place]), (Otherwise, SAID_OTHERWISE)):
@@ -384,7 +390,8 @@ def _older_options(note: NoteTaker) -> Iterator[None]:
 
         return parse
 
-    kind = sys.modules["transformers.hf_argparser"].HfArgumentParser
+    parsing = sys.modules["transformers.hf_argparser"]
+    kind, by_word = parsing.HfArgumentParser, parsing.string_to_bool
     with patched(kind, "_add_dataclass_arguments", adding), patched(kind, "parse_dict", reading):
         yield
 

@@ -114,6 +114,8 @@ RENAMED = {
         "per_gpu_eval_batch_size": "per_device_eval_batch_size",
         "per_gpu_train_batch_size": "per_device_train_batch_size",
     },
+    "trl.trainer.sft_config:SFTConfig": {"max_seq_length": "max_length"},
+    "trl.trainer.sft_trainer:SFTTrainer": {"tokenizer": "processing_class"},
 }  # fmt: skip
 """Arguments that have another name now: place of a class -> its old name -> the one it has."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from echograph.errors import CaptureError
+from echograph.frontend.scripts import environments
 from echograph.frontend.scripts.run import Script, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
@@ -63,3 +66,27 @@ def test_an_action_that_nobody_has(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"registration\.py:4: .*--decide"):
         run_script(Script(path=path), World(size=1), TorchAdapter())
     _forget()
+
+
+class _Newer:
+    """An environment of gym 0.26."""
+
+    def reset(self, seed: int | None = None) -> tuple[float, dict[str, Any]]:
+        return 0.5, {}
+
+    def step(self, _: int) -> tuple[float, float, bool, bool, dict[str, Any]]:
+        return 1.0, 2.0, False, True, {}
+
+
+def test_an_environment_gives_four_values_where_a_script_takes_four(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "pole.seed(3)\nstate, done = pole.reset(), False\nassert state == 0.5\n"
+        "state, reward, done, _ = pole.step(1)\n"
+    )
+    notes: list[str] = []
+    pole = _Newer()
+    environments._as_before(pole, notes.append)
+    told = runpy.run_path(str(path), {"pole": pole})
+    assert told["done"] is True and told["state"] == 1.0 and len(notes) == 2
+    assert pole.reset() == (0.5, {}) and len(pole.step(1)) == 5

@@ -368,3 +368,12 @@ def test_labels_of_a_data_set_are_counted() -> None:
     labels = np.arange(2708) % 7
     ones = torch.from_numpy(np.eye(7)[labels]).to(torch.float)  # 18,956 numbers, as Cora's labels are kept
     assert int(ones.max(dim=1)[1].max()) + 1 == 7
+
+
+def test_a_number_may_come_before_a_tensor() -> None:
+    powers = torch.pow(2.0, torch.arange(3.0))
+    assert powers.tolist() == [1.0, 2.0, 4.0] and torch.remainder(7, torch.tensor([4, 5])).tolist() == [3, 2]
+    assert torch.hann_window(4).sum().item() == pytest.approx(2.0) and torch.logspace(0, 1, 2).tolist() == [
+        1.0,
+        10.0,
+    ]

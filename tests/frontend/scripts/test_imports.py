@@ -162,3 +162,11 @@ def test_what_the_script_has_itself_is_missing_at_once(tmp_path: Path) -> None:
     (tmp_path / "own" / "__init__.py").write_text("from .built import fast")
     with pytest.raises(CaptureError, match=r"No module named 'own.built'"):
         run(tmp_path, "import own")
+
+
+def test_an_empty_folder_is_no_package(tmp_path: Path) -> None:
+    (tmp_path / "NoSuchEngine").mkdir()
+    first = "from NoSuchEngine import SparseTensor"
+    assert any("imports SparseTensor, which NoSuchEngine has not" in note for note in run(tmp_path, first))
+    with pytest.raises(CaptureError, match="NoSuchEngine is an empty folder: fetch it"):
+        run(tmp_path, first, "\nSparseTensor()")

@@ -147,8 +147,11 @@ def test_arguments_of_a_file_have_the_names_that_there_are(
     old = (
         "import dataclasses\nfrom transformers import HfArgumentParser\n"
         "@dataclasses.dataclass\nclass TrainingArguments:\n    eval_strategy: str = 'no'\n"
+        "    bf16: bool | None = None\n"
         "given = {'evaluation_strategy': 'steps', 'overwrite_output_dir': True}\n"
         "assert HfArgumentParser(TrainingArguments).parse_dict(given)[0].eval_strategy == 'steps'\n"
+        "read = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses\n"
+        "assert read(['--bf16', '--eval_strategy', 'no'])[0].bf16 is True and read([])[0].bf16 is None\n"
         "from transformers.file_utils import add_code_sample_docstrings\n"
         "assert add_code_sample_docstrings(tokenizer_class='T', checkpoint='x')(abs) is abs\n"
         "from huggingface_hub.utils import get_token_to_send\nassert get_token_to_send(True) is None\n"

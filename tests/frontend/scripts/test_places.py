@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echograph.errors import CaptureError
+from echograph.frontend.scripts import device
 from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
@@ -305,3 +308,10 @@ for step in range(3):
     optimizer.step()
 """)
     assert run_script(Script(path=tmp_path / "train.py"), World(size=4), TorchAdapter()).recorder.recorded
+
+
+def test_a_copy_is_not_what_was_written_down_of_a_tensor() -> None:
+    with FakeTensorMode():
+        tensor = torch.ones(2)
+    tensor.__dict__["_echograph_node"] = torch.fx.Graph().placeholder("tensor")
+    assert "_echograph_node" not in vars(device._copied(tensor, {}))

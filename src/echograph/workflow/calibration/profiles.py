@@ -238,7 +238,7 @@ def fit_the_fabrics(
         fitted.append(name)
     if not fitted:
         raise DataError(
-            f"{table}: no rows of {', '.join(names) or 'any fabric'}: nothing to fit (see docs/accuracy/networks.md)"
+            f"{table}: no rows of {', '.join(names) or 'any fabric'}: nothing to fit (docs/accuracy/networks.md)"
         )
     return records, skipped
 

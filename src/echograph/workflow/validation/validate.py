@@ -96,7 +96,7 @@ def validate(
     """Predicts measured training steps, and says how far the predictions are off.
 
     Args:
-        table: a CSV table of measured steps, a row each (docs/accuracy/steps.md names its columns); times in seconds.
+        table: a CSV table of measured steps, a row each (docs/accuracy/steps.md names its columns); in seconds.
         families: only rows of these; none: all.
         grades: only rows whose source is trusted so far; none: all.
         peers: a CSV table of other tools' errors on these rows, with the columns tool, id, err.
