@@ -290,6 +290,10 @@ def _of_package(error: ImportError, name: str, script: Path) -> str:
         return _INSTALLED.format(name, builds[0]) if builds else ""
     if not isinstance(error, ModuleNotFoundError):
         return _STOOD_IN.format(name) if found is not None and found.loader is None else ""
+    folders = [Path(one) for one in (found.submodule_search_locations or () if found is not None else ())]
+    if own := [each for each in folders if "site-packages" not in each.parts and any(each.glob("*.py"))]:
+        lacks = name.rpartition(".")[2]
+        return f"its folder {own[0].name} has no {lacks}: the copy of the script's repository is not whole"
     # Of a package without a place of its own, several distributions have parts.
     part = _DISTRIBUTIONS.get(package, package) if found is None else name
     wanted = asked(script, part)

@@ -258,6 +258,16 @@ def test_a_package_that_is_missing_or_another_version_says_which(name: str, part
     assert what in remedy(_raised(name, part), Path("train.py"))
 
 
+def test_a_module_that_the_scripts_own_folder_lacks_is_no_package_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_helpers").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_helpers" / "there.py").touch()
+    said = remedy(_raised("own_helpers.scheduler", "part"), tmp_path / "train.py")
+    assert "its folder own_helpers has no scheduler" in said
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
