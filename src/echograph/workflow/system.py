@@ -177,14 +177,14 @@ class System:
         boards = graph.world_size if isinstance(graph, JobGraph) else 1
         slower = slowest_of(boards, self.cluster.gpu_spread)
         costs = KnownCosts() if costs is None else costs
-        waits = self.device.power is not None and bool((graph.ops.kind == OpKind.COLLECTIVE).any())
+        waits = self.device.power is not None and bool(np.isin(graph.ops.kind, COMMUNICATIONS).any())
         exposed = partial(self._exposed, graph, network) if waits else None
         return estimate(graph, self.device, slower, costs, exposed)(graph)
 
     def _exposed(
         self, graph: Graph, network: NetworkModel | None, kernels: Annotate
     ) -> dict[tuple[int, int], int]:  # fmt: skip
-        """What kernels wait for communication of their own call in a micro-batch amid the others (`exposed_ps`)."""
+        """What kernels wait for communication of their own call, in a usual micro-batch (`exposed_ps`)."""
         from echograph.simulator.durations import durations
         from echograph.simulator.exposed import exposed_ps
 
