@@ -274,7 +274,9 @@ def lifted(part: Any, made: Any) -> None:
         part: numbers in memory of their own, or a known tensor.
         made: of it: of the same memory, if a tensor; of any type.
     """
-    known = _with_values(part) if type(part) in (Tensor, FakeTensor) and isinstance(made, FakeTensor) else _UNKNOWN
+    known: Any = (
+        _with_values(part) if isinstance(made, FakeTensor) and type(part) in (Tensor, FakeTensor) else _UNKNOWN
+    )
     if known is _UNKNOWN or not is_small(part, MOST_OF_GPU):
         return
     shared = part is not known and part.untyped_storage()._cdata == made.untyped_storage()._cdata
