@@ -83,8 +83,9 @@ _NOT_THERE = "what it looks for is not there: give it where the script's README 
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
     (
-        r"[Dd]ownload|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|not known\]|offline mode|"
-        r"couldn't connect|does not appear to have a file|cached (files|path)|from the Hub",
+        r"[Dd]ownload|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|service not known|"
+        r"Network is unreachable|offline mode|couldn't connect|does not appear to have a file|"
+        r"cached (files|path)|from the Hub",
         _DOWNLOAD,
     ),
     (
