@@ -184,7 +184,7 @@ class System:
     def _exposed(
         self, graph: Graph, network: NetworkModel | None, kernels: Annotate
     ) -> dict[tuple[int, int], int]:  # fmt: skip
-        """What kernels wait for communication of their own call, in a usual micro-batch (`exposed_ps`)."""
+        """What kernels wait for communication of their call in a micro-batch amid the others (`exposed_ps`)."""
         from echograph.simulator.durations import durations
         from echograph.simulator.exposed import exposed_ps
 
