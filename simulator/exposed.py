@@ -8,6 +8,8 @@ longer than the call's kernels, they wait, whatever else the step does. Communic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from echograph.ir.columns import Int64, distinct
@@ -18,12 +20,13 @@ from echograph.ir.types import OpKind
 _NEVER = -(2**62)
 
 
-def exposed_ps(job: JobGraph, picoseconds: Int64) -> dict[tuple[int, int], int]:
+def exposed_ps(job: JobGraph, picoseconds: Int64, calls: Sequence[Int64] = ()) -> dict[tuple[int, int], int]:
     """Picoseconds that kernels wait at least for communication of their own call, on the stream with most of them.
 
     Args:
         job: what every rank executes.
         picoseconds: [operations] what each takes on its stream.
+        calls: those that are asked for, as of `Program.calls`; (): of all programs.
 
     Returns:
         By the first row of a call and the one behind its last; calls that wait for nothing are left out.
@@ -38,7 +41,7 @@ def exposed_ps(job: JobGraph, picoseconds: Int64) -> dict[tuple[int, int], int]:
     still = np.isin(ops.kind, (OpKind.SEND, OpKind.RECV, OpKind.HOST))
     takes, edges = np.where(still, 0, picoseconds), Edges(job)
     found: dict[tuple[int, int], int] = {}
-    each = [program.calls[:, 1] * rows + program.calls[:, 2] for program in job.programs]
+    each = [its[:, 1] * rows + its[:, 2] for its in calls or [program.calls for program in job.programs]]
     for begin, end in (divmod(span, rows) for span in distinct(np.concatenate(each)).tolist()):
         if meets[begin] < meets[end]:
             kernels_ps = int(takes[begin:end][kernels[begin:end]].sum())
