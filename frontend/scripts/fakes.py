@@ -15,10 +15,11 @@ import json
 import os
 import random
 import shutil
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from echograph.errors import MissingExtraError, UnknownNameError, UsageError
+from echograph.errors import CaptureError, MissingExtraError, UnknownNameError, UsageError
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.opened import OnOpen, listening
 from echograph.frontend.scripts.values import NoteTaker
@@ -82,10 +83,9 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
         rows = {name: file for name, file in fakes.data.items() if name not in (*_IMAGES, *_WORDS_OF)}
         if rows:
             package = _package("datasets")
-            for owner in (package, importlib.import_module("datasets.load")):
+            for owner in (package, _package("datasets.load")):
                 stack.enter_context(patched(owner, "load_dataset", lambda f: _rows(rows, fakes.asked, f, note)))
-            if importlib.util.find_spec("evaluate") is not None:
-                stack.enter_context(patched(_package("evaluate"), "load", lambda _: lambda *_, **__: _Metric()))
+            stack.enter_context(once_imported("evaluate", _metrics))
         stack.enter_context(once_imported("torchvision.datasets", partial(_published, fakes, note)))
         stack.enter_context(once_imported("tiktoken.registry", _known_anew))
         stack.enter_context(once_imported("tiktoken_ext.openai_public", partial(_encodings, fakes, note)))
@@ -99,12 +99,17 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
             stack.enter_context(replaced(constants, "HF_HUB_CACHE", folder))
             stack.enter_context(replaced(constants, "HF_HUB_OFFLINE", True))
             if importlib.util.find_spec("transformers") is not None:
-                asked = importlib.import_module("transformers.utils.hub")
+                asked = _package("transformers.utils.hub")
                 if hasattr(asked, "TRANSFORMERS_CACHE"):  # before 5 it keeps a place of its own
                     stack.enter_context(replaced(asked, "TRANSFORMERS_CACHE", folder))
                 for function in _LOOKING:
                     stack.enter_context(patched(asked, function, partial(_kept_in, folder, fakes.weights)))
         yield
+
+
+def _metrics() -> AbstractContextManager[None]:
+    """In the context, a metric counts nothing."""
+    return patched(sys.modules["evaluate"], "load", lambda _: lambda *_, **__: _Metric())
 
 
 _LOOKING = ("hf_hub_download", "snapshot_download", "try_to_load_from_cache")
@@ -122,7 +127,13 @@ def _kept_in(folder: str, names: Collection[str], original: Callable[..., Any]) 
 def _package(name: str) -> Any:
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         raise MissingExtraError(name.partition(".")[0], "torch", "making data of its kind")
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise CaptureError(
+            f"{name} is installed, and cannot be imported, which is what makes data: {told}"
+        ) from error
 
 
 _BY_ROWS = "any other by a few lines with its columns: {0}=rows.jsonl"
