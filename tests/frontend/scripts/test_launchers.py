@@ -6,9 +6,9 @@ import importlib
 import multiprocessing
 import os
 import sys
-from collections import Counter
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import numpy
