@@ -30,7 +30,12 @@ from urllib.request import urlopen
 
 import torch
 from torch import Tensor, _meta_registrations
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
 from torch.fx import Node
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
@@ -80,8 +85,9 @@ _NOT_THERE = "what it looks for is not there: give it where the script's README 
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
     (
-        r"[Dd]ownload|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|not known\]|offline mode|"
-        r"couldn't connect|does not appear to have a file|cached (files|path)|from the Hub",
+        r"[Dd]ownload|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|service not known|"
+        r"Network is unreachable|offline mode|couldn't connect|does not appear to have a file|"
+        r"cached (files|path)|from the Hub",
         _DOWNLOAD,
     ),
     (
@@ -608,13 +614,14 @@ class OnTheDevice(TorchFunctionMode):
         """What a function makes, with what is known of its values."""
         try:
             out = self._run(func, args, kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
             made = self._found(func, args, kwargs)
             return _marked(made) if any(isinstance(a, Tensor) and on_gpu(a) for a in args) else made
         if known_values.spread(func, args, out):
             self._note("how many tokens each expert takes is not known: they are taken to be spread evenly")
         else:
-            there = bool(args) and isinstance(args[0], Tensor) and on_gpu(args[0])
+            first = known_values.first_of(func, args, kwargs)
+            there = isinstance(first, Tensor) and on_gpu(first)
             (known_values.follow_on_gpu if there else known_values.follow)(func, args, kwargs, out)
         keep_finite(func, args, out)
         return out
@@ -680,7 +687,18 @@ class OnTheDevice(TorchFunctionMode):
     def _type(self, func: Any, args: Any, kwargs: Any) -> Any:
         if len(args) > 1 and args[1] in OLD_TYPES.values():
             return self._moved(Tensor.to, (args[0], args[1].dtype), {}, True)
-        return _type_of(func, args, kwargs)
+        if len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
+        made = self._followed(func, args, kwargs)
+        return made.replace("torch.", "torch.cuda.") if isinstance(made, str) and on_gpu(args[0]) else made
+
+    def _one_hot(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of as many classes as the largest index says, where the script does not: PyTorch asks for it below."""
+        classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+        if type(classes) is not int or classes != -1 or not args[0].numel():
+            return NotImplemented
+        with self:
+            return func(args[0], torch.max(args[0]).item() + 1)
 
     def _cuda(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._moved(lambda tensor: tensor, args[:1], {}, True)
@@ -835,14 +853,6 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
     return memo[id(tensor)]
 
 
-def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Types of tensors by their old names, `torch.cuda.FloatTensor`: frameworks compare them."""
-    if len(args) > 1 and isinstance(args[1], str):
-        args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
-    made = func(*args, **kwargs)
-    return made.replace("torch.", "torch.cuda.") if isinstance(made, str) and on_gpu(args[0]) else made
-
-
 def _recurrent(mode: OnTheDevice, func: Any, args: Any, kwargs: Any) -> Any:
     """A recurrent layer that is no operator of a capture's own (`pytorch.cudnn`), as a GPU has one of it."""
     del kwargs
@@ -891,6 +901,7 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     Tensor.is_pinned: lambda mode, func, args, kwargs: False,
     torch.device: OnTheDevice._device,
     **dict.fromkeys(_TAKING_MASKS, OnTheDevice._masked),
+    torch.nn.functional.one_hot: OnTheDevice._one_hot,
     Tensor.view: OnTheDevice._view,
     Tensor.type: OnTheDevice._type,
     Tensor.cuda: OnTheDevice._cuda,

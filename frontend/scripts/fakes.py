@@ -77,7 +77,7 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
             if file is None and name in _IMAGES:
                 _package("torchvision.datasets")
             elif file is None and name in _WORDS_OF:
-                stack.enter_context(_encoding(name, fakes.asked, note))
+                _package("tiktoken.registry")
             elif file is None and name not in _COLUMNS:
                 raise UnknownNameError("data set", name, [*_IMAGES, *_COLUMNS, *_WORDS_OF], _BY_ROWS.format(name))
         rows = {name: file for name, file in fakes.data.items() if name not in (*_IMAGES, *_WORDS_OF)}
@@ -89,6 +89,8 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
             hub = _package("huggingface_hub")
             stack.enter_context(patched(hub, "snapshot_download", partial(_of_data, rows, fakes, note)))
         stack.enter_context(once_imported("torchvision.datasets", partial(_published, fakes, note)))
+        stack.enter_context(once_imported("tiktoken.registry", _known_anew))
+        stack.enter_context(once_imported("tiktoken_ext.openai_public", partial(_encodings, fakes, note)))
         for kept in _files(fakes.files, fakes.asked, note):
             stack.enter_context(kept)
         if fakes.weights:
@@ -256,36 +258,49 @@ def _images(name: str, asked: set[str], note: NoteTaker, why: str = "as --fake-d
 
 # -- tokenizers of tiktoken -------------------------------------------------------------------------------------
 
-# Its encodings, and how many words each has besides the special ones.
-_WORDS_OF = {
-    "gpt2": 50_256, "r50k_base": 50_256, "p50k_base": 50_280, "cl100k_base": 100_256, "o200k_base": 199_998,
+_P50K = (*range(50_256), *range(50_257, 50_281))  # a special one is between them
+# Its encodings, and the numbers that their words have, besides the special ones.
+_WORDS_OF: dict[str, Sequence[int]] = {
+    "gpt2": range(50_256), "r50k_base": range(50_256), "p50k_base": _P50K, "p50k_edit": _P50K,
+    "cl100k_base": range(100_256), "o200k_base": range(199_998), "o200k_harmony": range(199_998),
 }  # fmt: skip
 
 
-class _Asked(dict[str, Any]):
-    """What is there by name, of which is written down what was asked for."""
-
-    def __init__(self, there: Mapping[str, Any], asked: set[str]) -> None:
-        super().__init__(there)
-        self._asked = asked
-
-    def __getitem__(self, name: str) -> Any:
-        self._asked.add(name)
-        return super().__getitem__(name)
+@contextmanager
+def _known_anew() -> Iterator[None]:
+    """In the context, tiktoken keeps encodings of the capture alone."""
+    registry = importlib.import_module("tiktoken.registry")
+    with replaced(registry, "ENCODINGS", {}), replaced(registry, "ENCODING_CONSTRUCTORS", None):
+        yield
 
 
 @contextmanager
-def _encoding(name: str, asked: set[str], note: NoteTaker) -> Iterator[None]:
-    """In the context, tiktoken has an encoding of as many words as the published one; each byte is a token."""
-    registry, published = _package("tiktoken.registry"), _package("tiktoken_ext.openai_public")
-    words = {bytes([byte]): byte for byte in range(256)}
-    words |= {b"\xff\xff" + number.to_bytes(4): number for number in range(256, _WORDS_OF[name])}
-    with ExitStack() as stack:
-        for loads in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
-            stack.enter_context(replaced(published, loads, lambda *_, **__: words))
-        made = registry.Encoding(**published.ENCODING_CONSTRUCTORS[name]())
-    note(f"{name}: an encoding of as many words as published, in which each byte is a token, as --fake-data asks")
-    with replaced(registry, "ENCODINGS", _Asked(registry.ENCODINGS | {name: made}, asked)):
+def _encodings(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
+    """In the context, encodings are made that are named, or cannot be downloaded: each byte is a token."""
+    published = importlib.import_module("tiktoken_ext.openai_public")
+
+    def of(name: str, original: Callable[[], Any]) -> Callable[[], Any]:
+        def construct() -> Any:
+            why = "as --fake-data asks"
+            if name not in fakes.data:
+                try:
+                    return original()
+                except OSError:
+                    why = "which cannot be downloaded here"
+            fakes.asked.add(name)
+            note(f"{name}: an encoding of as many words as published, in which each byte is a token, {why}")
+            words = {bytes([byte]): byte for byte in range(256)}
+            words |= {b"\xff\xff" + number.to_bytes(4): number for number in _WORDS_OF[name][256:]}
+            with ExitStack() as stack:
+                for loads in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+                    stack.enter_context(replaced(published, loads, lambda *_, **__: words))
+                return original()
+
+        return construct
+
+    originals = published.ENCODING_CONSTRUCTORS
+    made = {name: of(name, originals[name]) for name in _WORDS_OF if name in originals}
+    with replaced(published, "ENCODING_CONSTRUCTORS", {**originals, **made}):
         yield
 
 

@@ -203,7 +203,8 @@ _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE, REGION)
 SILENT_NAMESPACES = ("prim", "profiler")
 _EQUAL = torch.ops.aten.equal.default
 _ITEM = _ATEN._local_scalar_dense.default
-_LIFT = torch.ops.aten.lift_fresh.default
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten._to_copy.default, torch.ops.aten.alias.default)
+"""By which a constructor below PyTorch's functions makes a tensor of what it is given: `torch.Tensor(array)`."""
 _COPY = _ATEN.copy_.default
 _DEVICE = torch.ops.prim.device.default
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -798,7 +799,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         out = found(func, args, kwargs)
         if out is None:
             out = self._shapes.call(func, args, kwargs | {"device": _CPU} if elsewhere else kwargs)
-        if func is _LIFT:
+        if func in _LIFTS:
             lifted(args[0], out)
         if elsewhere:
             places.mark(out)

@@ -37,7 +37,17 @@ from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.rounding import settings_kept
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.pytorch.userfile import reason, without_bytecode
-from echograph.frontend.scripts import counts, environments, fakes, imports, launchers, network, older, stand_ins
+from echograph.frontend.scripts import (
+    counts,
+    environments,
+    fakes,
+    hub,
+    imports,
+    launchers,
+    network,
+    older,
+    stand_ins,
+)
 from echograph.frontend.scripts.adapter import Adapter, once_imported, patched, replaced, unpatched
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
@@ -168,6 +178,7 @@ def run_script(
         enter(environments.acting(recorder.note))
         enter(imports.put_off(recorder.note))
         enter(counts.followed(recorder.warn))
+        enter(hub.installed(recorder.note))
         enter(fakes.installed(script.fakes, recorder.note))
         enter(network.not_waited_for())
         enter(quiet_fakes())

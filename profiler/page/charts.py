@@ -23,6 +23,7 @@ _Floats = npt.NDArray[np.float64]
 COLOURS = 8
 _ROW, _BAR, _TEXT = 34, 10, 12
 _HEIGHT, _POINTS, _BINS, _CURVES = 150, 600, 30, 260
+_TOP, _ROOM = _TEXT + 6, 0.14
 _LABEL, _LONGEST = 160, 400
 
 
@@ -196,18 +197,22 @@ def points(
     xs, ys = [*(x for _, x, _ in drawn), *(x for x, _ in above)], [*(y for *_, y in drawn), *(y for _, y in above)]
     left, right, low, high = min(xs), max(xs), min(ys), max(ys)
     parts = []
+    # The ends of the scale stand above and below all marks.
+    room = _HEIGHT - 2 * _TEXT
     for x, y in above:
-        across, up = 0.5 + 98 * _share(x, left, right, ratio=True), 1 - _share(y, low, high, ratio=True)
-        parts.append(f'<rect class="f8" x="{across:.2f}%" width="1%" y="{_TEXT + _HEIGHT * up:.1f}" height="2"/>')
+        across, down = 0.5 + 98 * _share(x, left, right, ratio=True), 1 - _share(y, low, high, ratio=True)
+        parts.append(f'<rect class="f8" x="{across:.2f}%" width="1%" y="{_TOP + room * down:.1f}" height="2"/>')
     for label, x, y in drawn:
         told = escape(f"{label[:_LONGEST]}: {measure(x, x_unit)}, {measure(y, y_unit)}")
         across, up = _share(x, left, right, ratio=True), _share(y, low, high, ratio=True)
         parts.append(
-            f'<circle class="f0" cx="{1 + 98 * across:.2f}%" cy="{_TEXT + _HEIGHT * (1 - up):.1f}" r="4" '
+            f'<circle class="f0" cx="{1 + 98 * across:.2f}%" cy="{_TOP + room * (1 - up):.1f}" r="4" '
             f'fill-opacity="0.6"><title>{told}</title></circle>'
         )
+    foot = _TEXT + _HEIGHT
+    parts.append(f'<line class="grid" x1="0" x2="100%" y1="{foot}" y2="{foot}"/>')
     parts.append(f'<text class="muted halo" x="0" y="{_TEXT - 2}">{escape(measure(high, y_unit))}</text>')
-    parts.append(f'<text class="muted halo" x="0" y="{_TEXT + _HEIGHT}">{escape(measure(low, y_unit))}</text>')
+    parts.append(f'<text class="muted halo" x="0" y="{foot - 3}">{escape(measure(low, y_unit))}</text>')
     parts += _ends(left, right, x_unit)
     said = "Both scales logarithmic." + (" Lines: the most that the device could." if above else "")
     return f'<p class="note">{said}</p>' + _svg(_HEIGHT + 36, parts)
@@ -270,6 +275,7 @@ def curves(series: Mapping[str, Curve], x_unit: str, y_unit: str, *, from_zero: 
         f'<text class="muted halo" x="0" y="{_TEXT - 2}">{escape(counted(most, y_unit))}</text>',
         f'<text class="muted halo" x="0" y="{_TEXT + tall - 3}">{escape(counted(least, y_unit))}</text>',
         *_ends(left, right, x_unit, tall + 30),
+        *_between([(x, across(x)) for x in sorted(set(xs))], tall + 30),
     ]
     return key(list(drawn)) + _svg(tall + 36, parts)
 
@@ -383,6 +389,22 @@ def _ends(first: float, last: float, unit: str, y: float = _HEIGHT + 30) -> list
         f'<text class="muted" x="0" y="{y}">{left}</text>',
         f'<text class="muted" x="100%" y="{y}" text-anchor="end">{right}</text>',
     ]
+
+
+def _between(places: Sequence[tuple[float, float]], y: float) -> list[str]:
+    """Numbers along the horizontal axis, those that have room beside the one before and both ends.
+
+    Args:
+        places: numbers, ascending, and their shares of the axis.
+        y: where they stand.
+    """
+    drawn, free = [], _ROOM
+    for value, share in places:
+        if free <= share <= 1 - _ROOM:
+            text = f'<text class="muted" x="{100 * share:.2f}%" y="{y}" text-anchor="middle">{value:,g}</text>'
+            drawn.append(text)
+            free = share + _ROOM
+    return drawn
 
 
 def _svg(height: int, parts: Sequence[Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -338,3 +339,51 @@ for step in range(3):
     assert found.recorder.recorded
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
+
+
+OF_TIKTOKEN = {
+    "tiktoken/__init__.py": "from tiktoken.registry import get_encoding",
+    "tiktoken/registry.py": """
+import importlib
+ENCODINGS, ENCODING_CONSTRUCTORS = {}, None
+def get_encoding(name):
+    global ENCODING_CONSTRUCTORS
+    if ENCODING_CONSTRUCTORS is None:
+        ENCODING_CONSTRUCTORS = importlib.import_module("tiktoken_ext.openai_public").ENCODING_CONSTRUCTORS
+    return ENCODINGS.setdefault(name, ENCODING_CONSTRUCTORS[name]())
+""",
+    "tiktoken_ext/openai_public.py": """
+def load_tiktoken_bpe(url):
+    raise ConnectionError("nobody is there")
+data_gym_to_mergeable_bpe_ranks = load_tiktoken_bpe
+def of(name):
+    return lambda: load_tiktoken_bpe(f"https://example.invalid/{name}.tiktoken")
+ENCODING_CONSTRUCTORS = {name: of(name) for name in ("gpt2", "p50k_base", "cl100k_base", "of_somebody")}
+""",
+}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_encoding_has_as_many_words_as_published(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in OF_TIKTOKEN.items():
+        (tmp_path / "packages" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "packages" / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    fakes = Fakes(data={"gpt2": None} if named else {})
+    text = """import tiktoken
+assert sorted(tiktoken.get_encoding("gpt2").values()) == list(range(50_256))
+assert sorted(tiktoken.get_encoding("p50k_base").values()) == [*range(50_256), *range(50_257, 50_281)]
+assert len(tiktoken.get_encoding("cl100k_base")) == 100_256
+tiktoken.get_encoding("of_somebody")
+"""
+    try:
+        registry = importlib.import_module("tiktoken.registry")
+        with pytest.raises(CaptureError, match=r"ConnectionError: nobody is there"):
+            run(tmp_path, text, fakes)
+        assert registry.ENCODINGS == {} and registry.ENCODING_CONSTRUCTORS is None
+    finally:
+        for name in [name for name in sys.modules if name.startswith("tiktoken")]:
+            del sys.modules[name]
+    assert fakes.asked == {"gpt2", "p50k_base", "cl100k_base"}

@@ -8,6 +8,7 @@ import os
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import numpy
@@ -21,6 +22,7 @@ from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
+from echograph.ir.types import Collective, CollectiveKind, Payload
 
 STEPS = """
 model = torch.nn.parallel.DistributedDataParallel(model)
@@ -169,6 +171,23 @@ model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()
     sizes = [nbytes for op, nbytes in _called(run) if op.startswith(("all_gather", "all_reduce"))]
     assert sizes[0] == 4 * (2 * 8 + 1) * 4
     assert 2 * 8 * 4 in sizes[1:]
+
+
+def test_buffers_that_ranks_are_told_are_no_activations(tmp_path: Path) -> None:
+    """Those of batch normalisation, by DDP before each forward pass, and by the script."""
+    text = """import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+norm = torch.nn.BatchNorm2d(8).cuda()
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), norm).cuda()
+told = norm.register_forward_pre_hook(lambda *_: dist.all_reduce(norm.running_mean))
+""" + STEPS.format(given="torch.ones(2, 3, 8, 8, device='cuda')")
+    (tmp_path / "train.py").write_text(text)
+    job = capture_script(Script(path=tmp_path / "train.py"), World(size=4), TorchAdapter()).graph
+    ops = map(job.ops.__getitem__, range(len(job.ops)))
+    carried = Counter((op.collective, op.payload) for op in ops if isinstance(op, Collective))
+    assert carried[CollectiveKind.BROADCAST, Payload.OTHER] == 2
+    assert carried[CollectiveKind.ALL_REDUCE, Payload.OTHER] == 1
+    assert {payload for _, payload in carried} == {Payload.GRADIENT, Payload.OTHER}
 
 
 def test_a_package_without_files_is_imported_anew_for_every_rank(tmp_path: Path) -> None:

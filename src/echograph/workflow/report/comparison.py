@@ -92,7 +92,7 @@ def _plan(found: _Record, both: _Pair) -> str:
     rows = [
         (key, *(str(record[key]) for _, record in both))
         for key in ("model", "cluster", "device")
-        if both[0][1].get(key) != both[1][1].get(key)
+        if both[0][1].get(key) != both[1][1].get(key) and key not in found["plan"]
     ]
     rows += [
         (key.replace("_", " "), *(_value(value) for value in values)) for key, values in found["plan"].items()
