@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from echograph.errors import GraphError
-from echograph.ir.columns import NONE, Int64, OpTable, TensorTable
+from echograph.ir.columns import NONE, Int64, OpTable, TensorTable, distinct
 from echograph.ir.types import DType, Op, Tensor
 
 FORMAT_MAJOR = 2
@@ -148,6 +148,13 @@ class Program:
     def unfolded_ops(self) -> int:
         """Operations that it runs, those of a call as often as they are called."""
         return int((self.calls[:, 2] - self.calls[:, 1]).sum())
+
+    @property
+    def usual_calls(self) -> Int64:
+        """The calls of one micro-batch amid the others; all of them where none is of a micro-batch."""
+        of = self.calls[:, CALL_FIELDS.index("micro_batch")]
+        micro_batches = distinct(of[of >= 0])
+        return self.calls[of == micro_batches[len(micro_batches) // 2]] if len(micro_batches) else self.calls
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

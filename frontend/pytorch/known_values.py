@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
+from torch.nn import init
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -47,10 +48,11 @@ _MADE = frozenset((
     torch.tensor, torch.as_tensor, torch.arange, torch.linspace, torch.zeros, torch.ones,
     torch.full, torch.eye, torch.rand, torch.randn, torch.randint, torch.randperm, torch.tril_indices,
     torch.triu_indices, torch.logspace, torch.bartlett_window, torch.blackman_window, torch.hamming_window,
-    torch.hann_window, torch.kaiser_window,
+    torch.hann_window, torch.kaiser_window, torch.scalar_tensor, torch.fft.fftfreq, torch.fft.rfftfreq,
+    torch.normal,
 ))  # fmt: skip
 # Of these, what the GPU draws is not known, as what a model draws is not.
-_DRAWN = (torch.rand, torch.randn, torch.randint, torch.randperm)
+_DRAWN = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
 # The same, as large as another tensor, whose own values do not come into it.
 _MADE_LIKE = frozenset((
     torch.zeros_like, torch.ones_like, torch.full_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
@@ -58,8 +60,9 @@ _MADE_LIKE = frozenset((
 # Writes all of a tensor, whose own values do not come into it: numbers that are drawn, or given.
 _DRAWING = frozenset((
     Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.random_, Tensor.bernoulli_,
+    init.normal_, init.uniform_, init.kaiming_uniform_,
 ))  # fmt: skip
-_FILLING = _DRAWING | {Tensor.fill_, Tensor.zero_, Tensor.copy_}
+_FILLING = _DRAWING | {init.constant_, Tensor.fill_, Tensor.zero_, Tensor.copy_}
 _READS = frozenset((
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
     Tensor.__format__, Tensor.__repr__, Tensor.__contains__, Tensor.__array__, Tensor.equal, torch.equal,
@@ -112,17 +115,19 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, m
     """
     if func is Tensor.expand_as:  # of the other one the shape alone counts
         func, args, kwargs = Tensor.expand, (args[0], *(args[1].shape if args[1:] else kwargs["other"].shape)), {}
-    first: Any = args[func is torch.einsum or (len(args) > 1 and type(args[0]) in (int, float))] if args else None
+    first = first_of(func, args, kwargs)
     if func in _MADE_LIKE and isinstance(out, FakeTensor) and is_small(out):
         with apart():
             args = (torch.empty(first.shape if "like" in func.__name__ else 0, dtype=torch.bool), *args[1:])
-        kwargs = {**kwargs, "dtype": out.dtype}
+        kwargs = {name: value for name, value in kwargs.items() if value is not first} | {"dtype": out.dtype}
     elif func in _FILLING and _is_own(first):
-        with apart():
-            args = (torch.empty(first.shape, dtype=first.dtype), *args[1:])
+        memory = _memory(first)
+        args, kwargs = tree_map_only(Tensor, lambda given: memory if given is first else given, (args, kwargs))
     elif func not in _MADE and not _may_be_known(first):
         return
     in_place = is_in_place(func, kwargs)
+    if _is_own(kwargs.get("out")):
+        kwargs = {**kwargs, "out": _memory(kwargs["out"])}
     made = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
     if not any(isinstance(tensor, FakeTensor) for tensor in (made if made or not in_place else (first,))):
         return  # a real tensor was written already
@@ -149,6 +154,19 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, m
                 setattr(tensor, _ALIKE, True)
 
 
+def first_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first tensor, or tensors, that a function was given, by name or not: `torch.sort(input=x)`."""
+    if not args:
+        return next(iter(kwargs.values()), None)
+    return args[func is torch.einsum or (len(args) > 1 and type(args[0]) in (int, float))]
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """Of a tensor whose values are all written next."""
+    with apart():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
 def _histogram(counted: Tensor, *sizes: Any, **given: Any) -> Tensor:
     """`torch.histc`, which counts integers on GPUs alone."""
     return torch.histc(counted.double(), *sizes, **given).to(counted.dtype)
@@ -163,7 +181,7 @@ def follow_made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
 def follow_on_gpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """The same of what a tensor of the GPU becomes."""
     if func in _DRAWING:
-        forget(args[0])
+        forget(first_of(func, args, kwargs))
     else:
         follow(func, args, kwargs, out, MOST_OF_GPU)
 
@@ -250,9 +268,20 @@ def given(fake: Callable[[Tensor], Tensor], part: Any) -> Any:
 
 
 def lifted(part: Any, made: Any) -> None:
-    """Of what PyTorch made of numbers below its functions (`torch.LongTensor([5, 7])`) the values are known."""
-    if type(part) is Tensor and isinstance(made, FakeTensor) and is_small(part, MOST_OF_GPU):
-        setattr(made, _VALUES, copied(part))
+    """Of what PyTorch made below its functions, as by `torch.Tensor(array)`, the values are known.
+
+    Args:
+        part: numbers in memory of their own, or a known tensor.
+        made: of it: of the same memory, if a tensor; of any type.
+    """
+    known: Any = (
+        _with_values(part) if isinstance(made, FakeTensor) and type(part) in (Tensor, FakeTensor) else _UNKNOWN
+    )
+    if known is _UNKNOWN or not is_small(part, MOST_OF_GPU):
+        return
+    shared = part is not known and part.untyped_storage()._cdata == made.untyped_storage()._cdata
+    with apart():
+        setattr(made, _VALUES, known if shared else known.to(made.dtype, copy=True))
 
 
 def spread(func: Any, args: tuple[Any, ...], out: Any) -> bool:
@@ -355,6 +384,9 @@ def _with_values(given: Any) -> Any:
     if type(given) in (tuple, list):
         parts = [_with_values(value) for value in given]
         return _UNKNOWN if any(part is _UNKNOWN for part in parts) else type(given)(parts)
+    if type(given) is slice:
+        bounds = _with_values((given.start, given.stop, given.step))
+        return _UNKNOWN if bounds is _UNKNOWN else slice(*bounds)
     return _UNKNOWN if isinstance(given, Guess) else given
 
 
@@ -434,9 +466,9 @@ def _equals_none(func: Any, args: tuple[Any, ...], out: Any) -> bool:
 
 
 _RANDOM = (
-    torch.rand, torch.randint, torch.randperm, torch.bernoulli, torch.multinomial, torch.nn.functional.dropout,
-    Tensor.bernoulli, Tensor.multinomial, Tensor.bernoulli_, Tensor.random_, Tensor.uniform_, Tensor.normal_,
-    Tensor.exponential_,
+    torch.rand, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial,
+    torch.nn.functional.dropout, Tensor.bernoulli, Tensor.multinomial, Tensor.bernoulli_, Tensor.random_,
+    Tensor.uniform_, Tensor.normal_, Tensor.exponential_,
 )  # fmt: skip
 """What a model draws is not known: a layer that it leaves out by chance would be left out of every step."""
 _SELECTING = (torch.masked_select, Tensor.masked_select)

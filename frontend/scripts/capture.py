@@ -212,6 +212,7 @@ _OF_ROLES = {
     TensorRole.PARAMETER: Payload.PARAMETER,
     TensorRole.GRADIENT: Payload.GRADIENT,
     TensorRole.OPTIMIZER_STATE: Payload.OPTIMIZER_STATE,
+    TensorRole.BUFFER: Payload.OTHER,
 }
 
 

@@ -26,10 +26,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
+from urllib.request import urlopen
 
 import torch
 from torch import Tensor, _meta_registrations
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
 from torch.fx import Node
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
@@ -46,6 +52,7 @@ from echograph.frontend.scripts.autocast import as_on_cuda
 from echograph.frontend.scripts.counts import guessed_size
 from echograph.frontend.scripts.fakes import option_for
 from echograph.frontend.scripts.found import finding, finds
+from echograph.frontend.scripts.installed import package_of
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
 from echograph.frontend.scripts.requirements import asked, installed, python, unmet
@@ -78,8 +85,9 @@ _NOT_THERE = "what it looks for is not there: give it where the script's README 
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
     (
-        r"[Dd]ownload|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|not known\]|offline mode|"
-        r"couldn't connect|does not appear to have a file|cached (files|path)|from the Hub",
+        r"[Dd]ownload|urlopen|[Cc]onnection|Max retries|resolve host|name resolution|service not known|"
+        r"Network is unreachable|offline mode|couldn't connect|does not appear to have a file|"
+        r"cached (files|path)|from the Hub",
         _DOWNLOAD,
     ),
     (
@@ -125,7 +133,7 @@ _REMEDIES = (
     ),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
-_PYTHON = Path(sysconfig.get_paths()["stdlib"]).parts
+_PYTHON = Path(sysconfig.get_paths()["stdlib"])
 _FOR_GPUS = ("triton", "cupy", "flash_attn", "apex", "transformer_engine")
 # What brings a package of another name.
 _DISTRIBUTIONS = {
@@ -210,7 +218,7 @@ def remedy(error: BaseException, script: Path) -> str:
     if not known and (looks or isinstance(error, FileNotFoundError)):
         return _NOT_THERE
     if known is _DOWNLOAD:
-        made = option_for(error)
+        known, made = known.replace("it", _url(error) or "it", 1), option_for(error)
         return f"{known}, or have it made of its shapes: {made}" if made else known
     called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
     # A file that is not there is in no version.
@@ -227,6 +235,13 @@ def remedy(error: BaseException, script: Path) -> str:
     if not other and not isinstance(error, ImportError):
         other = next(filter(None, map(_here, packages if called or _owner(error) else raising[:1])), "")
     return f"{other}, {_OTHER_VERSION}" if other else ""
+
+
+def _url(error: BaseException) -> str:
+    """What Python's own `urlopen` was to fetch, which its errors do not say; "": they do, or it is another's."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is urlopen.__code__]
+    asked = frames[-1].f_locals["url"] if frames else ""
+    return asked if isinstance(asked, str) else str(asked.full_url)
 
 
 def _owner(error: BaseException) -> list[str]:
@@ -248,12 +263,12 @@ def _here(package: str) -> str:
 
 def _raising(error: BaseException) -> list[str]:
     """Packages that were running where one of them raised, the innermost first; none where the script did."""
-    frames = [Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
-    while frames and frames[-1][: len(_PYTHON)] == _PYTHON and "site-packages" not in frames[-1]:
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    while frames and Path(frames[-1]).is_relative_to(_PYTHON) and not package_of(frames[-1]):
         frames.pop()  # Python's own modules raise for whoever calls them
-    if not frames or "site-packages" not in frames[-1]:
+    if not frames or not package_of(frames[-1]):
         return []
-    within = [parts[parts.index("site-packages") + 1] for parts in frames if "site-packages" in parts]
+    within = [package for package in map(package_of, frames) if package]
     return list(dict.fromkeys(reversed(within)))
 
 
@@ -276,7 +291,7 @@ def _of_package(error: ImportError, name: str, script: Path) -> str:
         found = None
     if found is not None and found.origin is not None:
         here = installed(package)
-        if here and "site-packages" not in Path(found.origin).parts:
+        if here and not package_of(found.origin):
             return _SHADOWED.format(Path(found.origin).name, here)
         if here:
             wanted = unmet(script, package) or asked(script, package)
@@ -291,7 +306,7 @@ def _of_package(error: ImportError, name: str, script: Path) -> str:
     if not isinstance(error, ModuleNotFoundError):
         return _STOOD_IN.format(name) if found is not None and found.loader is None else ""
     folders = [Path(one) for one in (found.submodule_search_locations or () if found is not None else ())]
-    if own := [each for each in folders if "site-packages" not in each.parts and any(each.glob("*.py"))]:
+    if own := [each for each in folders if not package_of(str(each)) and any(each.glob("*.py"))]:
         lacks = name.rpartition(".")[2]
         return f"its folder {own[0].name} has no {lacks}: the copy of the script's repository is not whole"
     # Of a package without a place of its own, several distributions have parts.
@@ -599,13 +614,14 @@ class OnTheDevice(TorchFunctionMode):
         """What a function makes, with what is known of its values."""
         try:
             out = self._run(func, args, kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
             made = self._found(func, args, kwargs)
             return _marked(made) if any(isinstance(a, Tensor) and on_gpu(a) for a in args) else made
         if known_values.spread(func, args, out):
             self._note("how many tokens each expert takes is not known: they are taken to be spread evenly")
         else:
-            there = bool(args) and isinstance(args[0], Tensor) and on_gpu(args[0])
+            first = known_values.first_of(func, args, kwargs)
+            there = isinstance(first, Tensor) and on_gpu(first)
             (known_values.follow_on_gpu if there else known_values.follow)(func, args, kwargs, out)
         keep_finite(func, args, out)
         return out
@@ -671,7 +687,18 @@ class OnTheDevice(TorchFunctionMode):
     def _type(self, func: Any, args: Any, kwargs: Any) -> Any:
         if len(args) > 1 and args[1] in OLD_TYPES.values():
             return self._moved(Tensor.to, (args[0], args[1].dtype), {}, True)
-        return _type_of(func, args, kwargs)
+        if len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
+        made = self._followed(func, args, kwargs)
+        return made.replace("torch.", "torch.cuda.") if isinstance(made, str) and on_gpu(args[0]) else made
+
+    def _one_hot(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of as many classes as the largest index says, where the script does not: PyTorch asks for it below."""
+        classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+        if type(classes) is not int or classes != -1 or not args[0].numel():
+            return NotImplemented
+        with self:
+            return func(args[0], torch.max(args[0]).item() + 1)
 
     def _cuda(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._moved(lambda tensor: tensor, args[:1], {}, True)
@@ -826,14 +853,6 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
     return memo[id(tensor)]
 
 
-def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Types of tensors by their old names, `torch.cuda.FloatTensor`: frameworks compare them."""
-    if len(args) > 1 and isinstance(args[1], str):
-        args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
-    made = func(*args, **kwargs)
-    return made.replace("torch.", "torch.cuda.") if isinstance(made, str) and on_gpu(args[0]) else made
-
-
 def _recurrent(mode: OnTheDevice, func: Any, args: Any, kwargs: Any) -> Any:
     """A recurrent layer that is no operator of a capture's own (`pytorch.cudnn`), as a GPU has one of it."""
     del kwargs
@@ -882,6 +901,7 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     Tensor.is_pinned: lambda mode, func, args, kwargs: False,
     torch.device: OnTheDevice._device,
     **dict.fromkeys(_TAKING_MASKS, OnTheDevice._masked),
+    torch.nn.functional.one_hot: OnTheDevice._one_hot,
     Tensor.view: OnTheDevice._view,
     Tensor.type: OnTheDevice._type,
     Tensor.cuda: OnTheDevice._cuda,

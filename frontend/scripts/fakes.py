@@ -15,10 +15,11 @@ import json
 import os
 import random
 import shutil
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from echograph.errors import MissingExtraError, UnknownNameError, UsageError
+from echograph.errors import CaptureError, MissingExtraError, UnknownNameError, UsageError
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.opened import OnOpen, listening
 from echograph.frontend.scripts.values import NoteTaker
@@ -76,17 +77,18 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
             if file is None and name in _IMAGES:
                 _package("torchvision.datasets")
             elif file is None and name in _WORDS_OF:
-                stack.enter_context(_encoding(name, fakes.asked, note))
+                _package("tiktoken.registry")
             elif file is None and name not in _COLUMNS:
                 raise UnknownNameError("data set", name, [*_IMAGES, *_COLUMNS, *_WORDS_OF], _BY_ROWS.format(name))
         rows = {name: file for name, file in fakes.data.items() if name not in (*_IMAGES, *_WORDS_OF)}
         if rows:
             package = _package("datasets")
-            for owner in (package, importlib.import_module("datasets.load")):
+            for owner in (package, _package("datasets.load")):
                 stack.enter_context(patched(owner, "load_dataset", lambda f: _rows(rows, fakes.asked, f, note)))
-            if importlib.util.find_spec("evaluate") is not None:
-                stack.enter_context(patched(_package("evaluate"), "load", lambda _: lambda *_, **__: _Metric()))
+            stack.enter_context(once_imported("evaluate", _metrics))
         stack.enter_context(once_imported("torchvision.datasets", partial(_published, fakes, note)))
+        stack.enter_context(once_imported("tiktoken.registry", _known_anew))
+        stack.enter_context(once_imported("tiktoken_ext.openai_public", partial(_encodings, fakes, note)))
         for kept in _files(fakes.files, fakes.asked, note):
             stack.enter_context(kept)
         if fakes.weights:
@@ -97,12 +99,17 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
             stack.enter_context(replaced(constants, "HF_HUB_CACHE", folder))
             stack.enter_context(replaced(constants, "HF_HUB_OFFLINE", True))
             if importlib.util.find_spec("transformers") is not None:
-                asked = importlib.import_module("transformers.utils.hub")
+                asked = _package("transformers.utils.hub")
                 if hasattr(asked, "TRANSFORMERS_CACHE"):  # before 5 it keeps a place of its own
                     stack.enter_context(replaced(asked, "TRANSFORMERS_CACHE", folder))
                 for function in _LOOKING:
                     stack.enter_context(patched(asked, function, partial(_kept_in, folder, fakes.weights)))
         yield
+
+
+def _metrics() -> AbstractContextManager[None]:
+    """In the context, a metric counts nothing."""
+    return patched(sys.modules["evaluate"], "load", lambda _: lambda *_, **__: _Metric())
 
 
 _LOOKING = ("hf_hub_download", "snapshot_download", "try_to_load_from_cache")
@@ -120,7 +127,13 @@ def _kept_in(folder: str, names: Collection[str], original: Callable[..., Any]) 
 def _package(name: str) -> Any:
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         raise MissingExtraError(name.partition(".")[0], "torch", "making data of its kind")
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise CaptureError(
+            f"{name} is installed, and cannot be imported, which is what makes data: {told}"
+        ) from error
 
 
 _BY_ROWS = "any other by a few lines with its columns: {0}=rows.jsonl"
@@ -230,36 +243,49 @@ def _images(name: str, asked: set[str], note: NoteTaker, why: str = "as --fake-d
 
 # -- tokenizers of tiktoken -------------------------------------------------------------------------------------
 
-# Its encodings, and how many words each has besides the special ones.
-_WORDS_OF = {
-    "gpt2": 50_256, "r50k_base": 50_256, "p50k_base": 50_280, "cl100k_base": 100_256, "o200k_base": 199_998,
+_P50K = (*range(50_256), *range(50_257, 50_281))  # a special one is between them
+# Its encodings, and the numbers that their words have, besides the special ones.
+_WORDS_OF: dict[str, Sequence[int]] = {
+    "gpt2": range(50_256), "r50k_base": range(50_256), "p50k_base": _P50K, "p50k_edit": _P50K,
+    "cl100k_base": range(100_256), "o200k_base": range(199_998), "o200k_harmony": range(199_998),
 }  # fmt: skip
 
 
-class _Asked(dict[str, Any]):
-    """What is there by name, of which is written down what was asked for."""
-
-    def __init__(self, there: Mapping[str, Any], asked: set[str]) -> None:
-        super().__init__(there)
-        self._asked = asked
-
-    def __getitem__(self, name: str) -> Any:
-        self._asked.add(name)
-        return super().__getitem__(name)
+@contextmanager
+def _known_anew() -> Iterator[None]:
+    """In the context, tiktoken keeps encodings of the capture alone."""
+    registry = importlib.import_module("tiktoken.registry")
+    with replaced(registry, "ENCODINGS", {}), replaced(registry, "ENCODING_CONSTRUCTORS", None):
+        yield
 
 
 @contextmanager
-def _encoding(name: str, asked: set[str], note: NoteTaker) -> Iterator[None]:
-    """In the context, tiktoken has an encoding of as many words as the published one; each byte is a token."""
-    registry, published = _package("tiktoken.registry"), _package("tiktoken_ext.openai_public")
-    words = {bytes([byte]): byte for byte in range(256)}
-    words |= {b"\xff\xff" + number.to_bytes(4): number for number in range(256, _WORDS_OF[name])}
-    with ExitStack() as stack:
-        for loads in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
-            stack.enter_context(replaced(published, loads, lambda *_, **__: words))
-        made = registry.Encoding(**published.ENCODING_CONSTRUCTORS[name]())
-    note(f"{name}: an encoding of as many words as published, in which each byte is a token, as --fake-data asks")
-    with replaced(registry, "ENCODINGS", _Asked(registry.ENCODINGS | {name: made}, asked)):
+def _encodings(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
+    """In the context, encodings are made that are named, or cannot be downloaded: each byte is a token."""
+    published = importlib.import_module("tiktoken_ext.openai_public")
+
+    def of(name: str, original: Callable[[], Any]) -> Callable[[], Any]:
+        def construct() -> Any:
+            why = "as --fake-data asks"
+            if name not in fakes.data:
+                try:
+                    return original()
+                except OSError:
+                    why = "which cannot be downloaded here"
+            fakes.asked.add(name)
+            note(f"{name}: an encoding of as many words as published, in which each byte is a token, {why}")
+            words = {bytes([byte]): byte for byte in range(256)}
+            words |= {b"\xff\xff" + number.to_bytes(4): number for number in _WORDS_OF[name][256:]}
+            with ExitStack() as stack:
+                for loads in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+                    stack.enter_context(replaced(published, loads, lambda *_, **__: words))
+                return original()
+
+        return construct
+
+    originals = published.ENCODING_CONSTRUCTORS
+    made = {name: of(name, originals[name]) for name in _WORDS_OF if name in originals}
+    with replaced(published, "ENCODING_CONSTRUCTORS", {**originals, **made}):
         yield
 
 

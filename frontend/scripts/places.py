@@ -74,7 +74,15 @@ def put_there() -> int:
 
 
 def mark_module(module: nn.Module, gpu: bool = True) -> nn.Module:
-    """The same of all that a module has; gives it back."""
+    """The same of all that a module has; gives it back.
+
+    A parameter of a class with a way of its own there (weights that are quantised as they go) takes it.
+    """
+    there = _Place.gpu if gpu else _CPU
+    for part in module.modules():
+        for name, held in list(part._parameters.items()):
+            if held is not None and type(held).to is not Tensor.to:
+                setattr(part, name, held.to(there))
     for parameter in module.parameters():
         mark(parameter, gpu)
         if parameter.grad is not None:
@@ -141,8 +149,8 @@ def _device(tensor: FakeTensor) -> torch.device:
 
 
 @cache
-def _fake_class(kind: type[nn.Parameter]) -> type[FakeTensor]:
-    """A class of parameters, of fake tensors."""
+def _fake_class(kind: type[Tensor]) -> type[FakeTensor]:
+    """A class of tensors, parameters mostly, of fake ones."""
     return type(kind.__name__, (FakeTensor, kind), {"__module__": kind.__module__})
 
 
@@ -255,6 +263,16 @@ def answered(index: int) -> Iterator[None]:
             made.__class__ = _fake_class(kind)
         return made
 
+    def of_subclass(original: Any) -> Any:
+        def make(kind: Any, data: Tensor, require_grad: bool = False, **kwargs: Any) -> Any:
+            if not isinstance(data, FakeTensor):
+                return original(kind, data, require_grad, **kwargs)
+            made: Any = data.detach().requires_grad_(require_grad)
+            made.__class__ = _fake_class(kind)
+            return made
+
+        return staticmethod(make)
+
     new = FakeTensor.__new__
 
     def parameter(kind: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -289,6 +307,7 @@ def answered(index: int) -> Iterator[None]:
         patched(Tensor, "set_", _put),
         once_imported("torch.distributed.tensor", _as_their_parts),
         replaced(nn.Parameter, "__new__", staticmethod(of_class)),
+        patched(Tensor, "_make_subclass", of_subclass),
     ):
         yield
 

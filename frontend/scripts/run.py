@@ -37,10 +37,21 @@ from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.rounding import settings_kept
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.pytorch.userfile import reason, without_bytecode
-from echograph.frontend.scripts import counts, environments, fakes, imports, launchers, network, older, stand_ins
+from echograph.frontend.scripts import (
+    counts,
+    environments,
+    fakes,
+    hub,
+    imports,
+    launchers,
+    network,
+    older,
+    stand_ins,
+)
 from echograph.frontend.scripts.adapter import Adapter, once_imported, patched, replaced, unpatched
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
+from echograph.frontend.scripts.installed import package_of
 from echograph.frontend.scripts.recorder import PassingRecorder, ScriptRecorder, StepRecorded
 from echograph.frontend.scripts.world import World
 
@@ -58,7 +69,8 @@ class Script:
         module: its dotted name, where it is run as `python -m` does; "": as a file.
         arguments: what it finds behind its name in `sys.argv`.
         step: which training step is recorded, counted from 1.
-        moves: whether it is the next one, if that one evaluates or samples first, as none before it.
+        moves: whether it is the next one, if that one evaluates or samples first, as none before it, or makes the
+            state of one of several optimizers.
         whole: whether it goes on after that step.
         host: prices what the script's own work is for the host; None: that is not counted.
         strict: whether what is unlikely to be meant (`checks`) is an error.
@@ -166,6 +178,7 @@ def run_script(
         enter(environments.acting(recorder.note))
         enter(imports.put_off(recorder.note))
         enter(counts.followed(recorder.warn))
+        enter(hub.installed(recorder.note))
         enter(fakes.installed(script.fakes, recorder.note))
         enter(network.not_waited_for())
         enter(quiet_fakes())
@@ -420,11 +433,7 @@ def script_line(path: Path, error: BaseException) -> str:
     folder = path.resolve().parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         here = Path(frame.filename).resolve()
-        if (
-            not frame.filename.startswith("<")
-            and here.is_relative_to(folder)
-            and "site-packages" not in here.parts
-        ):
+        if not frame.filename.startswith("<") and here.is_relative_to(folder) and not package_of(str(here)):
             return f"{here.relative_to(folder)}:{frame.lineno}"
     return ""
 

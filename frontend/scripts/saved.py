@@ -6,28 +6,34 @@ saved gets the tensors that are to take it. Of a file of safetensors shapes and 
 
 from __future__ import annotations
 
+import bz2
 import copy
+import gzip
 import importlib
 import importlib.util
 import json
+import lzma
 import os
 import shutil
 import sys
 import tempfile
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from echograph.errors import CaptureError
-from echograph.frontend.pytorch.known_values import apart, know
+from echograph.frontend.pytorch.known_values import apart, given, know
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.opened import listening
 from echograph.frontend.scripts.places import is_gpu, mark
@@ -38,23 +44,57 @@ MOST_READ_BYTES = 1 << 26
 
 def _with_what_is_small(original: Callable[..., Any], f: Any, args: Any, kwargs: Any) -> Any:
     """What `torch.load` makes of a file of the user's, where it is put; small tensors in it have their values."""
+    begin = f.tell() if hasattr(f, "seek") and hasattr(f, "tell") else None
     made = original(f, *args, **kwargs)
     there = args[0] if args else kwargs.get("map_location")
     loaded = [part for part in tree_leaves(made) if isinstance(part, FakeTensor)]
     if isinstance(there, str | torch.device) and is_gpu(there):
         for fake in loaded:
             mark(fake)
-    path = Path(f) if isinstance(f, str | os.PathLike) else None
-    if loaded and path is not None and path.is_file() and path.stat().st_size <= MOST_READ_BYTES:
+    if loaded and _is_small_file(f, begin):
         rest = {name: given for name, given in kwargs.items() if name != "map_location"}
         with apart():
-            read = [
-                part for part in tree_leaves(original(f, "cpu", *args[1:], **rest)) if isinstance(part, Tensor)
-            ]
+            again = original(f, "cpu", *args[1:], **rest)
+        read = [part for part in tree_leaves(again) if isinstance(part, Tensor)]
         for fake, part in zip(loaded, read, strict=False):
             if type(part) is Tensor and fake.shape == part.shape:
                 know(fake, part)
     return made
+
+
+def _is_small_file(f: Any, begin: int | None) -> bool:
+    """Whether the values of a file may be read once more; a stream is then where it began."""
+    if begin is None:
+        return isinstance(f, str | os.PathLike) and Path(f).is_file() and Path(f).stat().st_size <= MOST_READ_BYTES
+    size = f.tell() - begin  # as far as it was read
+    if size <= MOST_READ_BYTES:
+        f.seek(begin)
+    return bool(size <= MOST_READ_BYTES)
+
+
+def _small_in_bytes(original: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """What `pickle` reads of a tensor's memory, which is there if it is small."""
+
+    def load(given: bytes) -> Any:
+        with apart() if len(given) <= MOST_READ_BYTES else nullcontext():
+            return original(given)
+
+    return load
+
+
+def _with_its_values(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A tensor that `pickle` makes of memory that is there has its values."""
+
+    def rebuild(storage: Any, *args: Any) -> Tensor:
+        mode = active_fake_mode()
+        if mode is None or storage._untyped_storage.device.type == "meta":
+            return original(storage, *args)
+        with apart():
+            read = original(storage, *args)
+        made: Tensor = given(mode.from_tensor, read)
+        return made
+
+    return rebuild
 
 
 class Saved:
@@ -74,16 +114,22 @@ class Saved:
         """In the context, scripts save here and load from here; files that would have held it are as they were."""
         with ExitStack() as stack:
             files = Overwritten(Path(tempfile.mkdtemp(prefix="echograph-saved-", dir=_FOLDER.get())))
-            stack.callback(put_back, files.folder)
+            stack.callback(lambda: self._note_pickles(put_back(files.folder)))
             stack.enter_context(patched(torch, "save", self._saving))
             stack.enter_context(patched(torch, "load", self._loading))
-            stack.enter_context(patched(FakeTensor, "__reduce_ex__", _by_number))
+            stack.enter_context(patched(FakeTensor, "__reduce_ex__", partial(_by_number, files.folder)))
             stack.callback(_PICKLED.clear)
+            stack.enter_context(patched(torch.storage, "_load_from_bytes", _small_in_bytes))
+            stack.enter_context(patched(torch._utils, "_rebuild_tensor_v2", _with_its_values))
             if importlib.util.find_spec("safetensors") is not None:
                 stack.enter_context(headers_alone(files))
             stack.enter_context(once_imported(f"{_CHECKPOINT}.state_dict_saver", self._of_all_ranks))
             stack.enter_context(listening(files.opening, files.moving))
             yield
+
+    def _note_pickles(self, names: list[str]) -> None:
+        if names:
+            self._note(f"{', '.join(names)}: tensors in it have no values: it is gone, or as it was before")
 
     def _saving(self, original: Callable[..., Any]) -> Callable[..., None]:
         """`torch.save` that keeps what it is given, and writes what stands for it, wherever that goes."""
@@ -177,24 +223,27 @@ _PICKLED: dict[int, Tensor] = {}
 """Tensors of a run that were pickled: what is written of each is its number."""
 
 
-def _by_number(original: Callable[..., Any]) -> Callable[..., Any]:
+def _by_number(folder: Path, original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce(tensor: Tensor, protocol: Any) -> Any:
         if sys._getframe(1).f_code is copy.copy.__code__:  # which goes by what would be pickled
             return original(tensor, protocol)
+        if not _PICKLED:
+            (folder / _PICKLES).touch()
         _PICKLED[id(tensor)] = tensor
-        return _unpickled, (id(tensor),)
+        return _unpickled, (id(tensor), _MARK)
 
     return reduce
 
 
-def _unpickled(number: int) -> Tensor:
+def _unpickled(number: int, mark: bytes) -> Tensor:
+    del mark  # by which its file is known
     if number not in _PICKLED:
         raise CaptureError("a tensor was pickled by a capture that has ended, without values: remove its file")
     return copy.deepcopy(_PICKLED[number])
 
 
 _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
-_PATH, _COPY, _EMPTIED = "path", "copy", "emptied"
+_PATH, _COPY, _EMPTIED, _PICKLES = "path", "copy", "emptied", "pickles"
 
 
 def keep_in(folder: Path) -> None:
@@ -247,24 +296,50 @@ class Overwritten:
         (self._known[str(path.absolute())] / _EMPTIED).touch()
 
 
-def put_back(folder: Path) -> None:
-    """Files that hold nothing but what stands for a saved object are gone, or as they were before.
+def put_back(folder: Path) -> list[str]:
+    """Files that hold what stands for a saved object, or for a pickled tensor, are gone, or as they were before.
 
     Args:
         folder: of an `Overwritten`; it is gone after that.
+
+    Returns:
+        Names of files of pickled tensors.
     """
-    for kept in folder.iterdir():
+    pickles = (folder / _PICKLES).exists()
+    pickled = []
+    for kept in (each for each in folder.iterdir() if each.is_dir()):
         path = Path((kept / _PATH).read_text())
-        if path.is_file() and ((kept / _EMPTIED).exists() or _mark(path) is not None):
+        if not path.is_file():
+            continue
+        saved = (kept / _EMPTIED).exists() or _mark(path) is not None
+        if not saved and pickles and _holds_a_mark(path):
+            pickled.append(path.name)
+            saved = True
+        if saved:
             if (kept / _COPY).exists():
                 shutil.copyfile(kept / _COPY, path)
             else:
                 path.unlink()
     shutil.rmtree(folder)
+    return pickled
 
 
 _MARK = b"echograph keeps what was saved: "
 _LENGTH = len(_MARK) + len(uuid.uuid4().hex)
+
+
+def _holds_a_mark(path: Path) -> bool:
+    """Whether a file, compressed or not, has anything in it that stands for a tensor without values."""
+    for opened in (Path.open, gzip.open, bz2.open, lzma.open):
+        with suppress(OSError, EOFError, lzma.LZMAError), opened(path, "rb") as file:  # of its own form alone
+            held = b""
+            while part := file.read(1 << 24):
+                held = held[-len(_MARK) :] + part
+                if _MARK in held:
+                    return True
+    with suppress(zlib.error):  # as joblib does
+        return path.stat().st_size <= MOST_READ_BYTES and _MARK in zlib.decompress(path.read_bytes())
+    return False
 
 
 def _mark(f: Any) -> bytes | None:

@@ -205,6 +205,7 @@ class TorchAdapter(Adapter):
                 if hasattr(owner, "init_device_mesh"):
                     enter(patched(owner, "init_device_mesh", lambda f: _cpu_mesh(world, f)))
             enter(patched(DistributedDataParallel, "__init__", lambda f: _replicate(recorder, world, f)))
+            enter(patched(DistributedDataParallel, "_sync_buffers", lambda f: _carrying(recorder, "other", f)))
             enter(patched(_C10D.Reducer, "_rebuild_buckets", lambda f: _quietly(recorder, _really(f))))
             norms = importlib.import_module("torch.nn.modules._functions")
             enter(patched(norms.SyncBatchNorm, "forward", _of_full_batches))

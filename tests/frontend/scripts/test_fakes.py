@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -71,6 +72,33 @@ def test_a_model_and_a_data_set_of_the_hub(tmp_path: Path) -> None:
     told = " ".join(found.notes)
     assert "some-lab/small-bert: weights without values" in told and "nyu-mll/glue: columns as published" in told
     assert dict(os.environ) == before
+
+
+def test_a_package_that_the_script_does_not_import_may_be_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "evaluate.py").write_text("raise OSError('Could not load this library')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)
+    text = """import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+    assert run(tmp_path, text, Fakes(data={"nyu-mll/glue": None})).recorder.recorded
+
+
+def test_a_package_that_makes_data_and_is_broken_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "datasets.py").write_text("raise OSError('no such library')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    with pytest.raises(
+        CaptureError, match=r"datasets is installed, and cannot be imported.*OSError: no such library"
+    ):
+        run(tmp_path, "", Fakes(data={"nyu-mll/glue": None}))
 
 
 def test_rows_of_a_file(tmp_path: Path) -> None:
@@ -152,7 +180,10 @@ def test_weights_that_cannot_be_downloaded_are_made(tmp_path: Path, monkeypatch:
     text = HUB.format(taken="held", checked="")
     found = run(tmp_path, text, Fakes()).recorder
     assert "small-1234.pth: weights of the shapes of the model that takes them, which" in " ".join(found.notes)
-    with pytest.raises(CaptureError, match=r"^train\.py:4: URLError.* it is downloaded, and is not here"):
+    with pytest.raises(
+        CaptureError,
+        match=r"^train\.py:4: URLError.* https://.*/small\.json is downloaded, and is not here",
+    ):
         run(tmp_path, text.replace("small-1234.pth", "small.json"), Fakes())
 
 
@@ -289,3 +320,51 @@ for step in range(3):
     assert found.recorder.recorded
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
+
+
+OF_TIKTOKEN = {
+    "tiktoken/__init__.py": "from tiktoken.registry import get_encoding",
+    "tiktoken/registry.py": """
+import importlib
+ENCODINGS, ENCODING_CONSTRUCTORS = {}, None
+def get_encoding(name):
+    global ENCODING_CONSTRUCTORS
+    if ENCODING_CONSTRUCTORS is None:
+        ENCODING_CONSTRUCTORS = importlib.import_module("tiktoken_ext.openai_public").ENCODING_CONSTRUCTORS
+    return ENCODINGS.setdefault(name, ENCODING_CONSTRUCTORS[name]())
+""",
+    "tiktoken_ext/openai_public.py": """
+def load_tiktoken_bpe(url):
+    raise ConnectionError("nobody is there")
+data_gym_to_mergeable_bpe_ranks = load_tiktoken_bpe
+def of(name):
+    return lambda: load_tiktoken_bpe(f"https://example.invalid/{name}.tiktoken")
+ENCODING_CONSTRUCTORS = {name: of(name) for name in ("gpt2", "p50k_base", "cl100k_base", "of_somebody")}
+""",
+}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_encoding_has_as_many_words_as_published(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in OF_TIKTOKEN.items():
+        (tmp_path / "packages" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "packages" / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    fakes = Fakes(data={"gpt2": None} if named else {})
+    text = """import tiktoken
+assert sorted(tiktoken.get_encoding("gpt2").values()) == list(range(50_256))
+assert sorted(tiktoken.get_encoding("p50k_base").values()) == [*range(50_256), *range(50_257, 50_281)]
+assert len(tiktoken.get_encoding("cl100k_base")) == 100_256
+tiktoken.get_encoding("of_somebody")
+"""
+    try:
+        registry = importlib.import_module("tiktoken.registry")
+        with pytest.raises(CaptureError, match=r"ConnectionError: nobody is there"):
+            run(tmp_path, text, fakes)
+        assert registry.ENCODINGS == {} and registry.ENCODING_CONSTRUCTORS is None
+    finally:
+        for name in [name for name in sys.modules if name.startswith("tiktoken")]:
+            del sys.modules[name]
+    assert fakes.asked == {"gpt2", "p50k_base", "cl100k_base"}

@@ -6,6 +6,9 @@ import importlib
 import multiprocessing
 import os
 import sys
+import urllib.error
+import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import numpy
@@ -19,6 +22,7 @@ from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
+from echograph.ir.types import Collective, CollectiveKind, Payload
 
 STEPS = """
 model = torch.nn.parallel.DistributedDataParallel(model)
@@ -169,6 +173,23 @@ model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()
     assert 2 * 8 * 4 in sizes[1:]
 
 
+def test_buffers_that_ranks_are_told_are_no_activations(tmp_path: Path) -> None:
+    """Those of batch normalisation, by DDP before each forward pass, and by the script."""
+    text = """import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+norm = torch.nn.BatchNorm2d(8).cuda()
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), norm).cuda()
+told = norm.register_forward_pre_hook(lambda *_: dist.all_reduce(norm.running_mean))
+""" + STEPS.format(given="torch.ones(2, 3, 8, 8, device='cuda')")
+    (tmp_path / "train.py").write_text(text)
+    job = capture_script(Script(path=tmp_path / "train.py"), World(size=4), TorchAdapter()).graph
+    ops = map(job.ops.__getitem__, range(len(job.ops)))
+    carried = Counter((op.collective, op.payload) for op in ops if isinstance(op, Collective))
+    assert carried[CollectiveKind.BROADCAST, Payload.OTHER] == 2
+    assert carried[CollectiveKind.ALL_REDUCE, Payload.OTHER] == 1
+    assert {payload for _, payload in carried} == {Payload.GRADIENT, Payload.OTHER}
+
+
 def test_a_package_without_files_is_imported_anew_for_every_rank(tmp_path: Path) -> None:
     (tmp_path / "parts" / "inner").mkdir(parents=True)
     (tmp_path / "parts" / "inner" / "model.py").write_text("import torch\nmade = lambda: torch.nn.Linear(4, 4)\n")
@@ -268,6 +289,24 @@ def test_a_module_that_the_scripts_own_folder_lacks_is_no_package_to_install(
     assert "its folder own_helpers has no scheduler" in said
 
 
+def test_a_package_lies_where_pip_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install --target`: no folder is called site-packages."""
+    (tmp_path / "placed_here").mkdir()
+    (tmp_path / "placed_here" / "__init__.py").touch()
+    (tmp_path / "placed_here-2.0.dist-info").mkdir()
+    (tmp_path / "placed_here-2.0.dist-info" / "METADATA").write_text("Name: placed-here\nVersion: 2.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = remedy(_raised("placed_here", "gone"), Path("train.py"))
+    assert "has no such name: install the version" in said
+
+
+def test_a_download_that_fails_says_of_what() -> None:
+    """Python's own error does not."""
+    with pytest.raises(urllib.error.URLError) as caught:
+        urllib.request.urlopen(urllib.request.Request("http://no.such.host.invalid/words.txt"))
+    assert remedy(caught.value, Path("train.py")).startswith("http://no.such.host.invalid/words.txt is downloaded")
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -333,12 +372,19 @@ def test_the_older_launcher_says_which_rank_it_is_of_its_machine(tmp_path: Path)
     [
         "subprocess.run(['torchrun', *given], check=True, env=os.environ | {'LR': '3'})",
         "subprocess.Popen([sys.executable, '-u', '-m', 'torch.distributed.run', *given]).wait()",
+        "subprocess.run(shlex.join(['torchrun', *given]), shell=True, check=True)",
+        "assert os.system(shlex.join(['torchrun', *given])) == 0",
+        "os.execvp('torchrun', ['torchrun', *given])",
+        "os.execvpe('/bin/torchrun', ['torchrun', *given], os.environ | {'LR': '3'})",
+        "subprocess.run(['accelerate', 'launch', '--multi_gpu', '--num_processes', '8', *given[2:]], check=True)",
     ],
 )
 def test_what_a_script_starts_by_torchrun_runs_in_its_place(tmp_path: Path, start: str) -> None:
     started = tmp_path / "started.py"
     started.write_text(LAUNCHED.format(argv=["--lr", "3"]))
-    text = f"""import os, subprocess, sys
+    if "accelerate" in start:
+        pytest.importorskip("accelerate")
+    text = f"""import os, shlex, subprocess, sys
 assert subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True).stdout == b"1\\n"
 given = ["--nproc-per-node", "8", {str(started)!r}, "--lr", "3"]
 {start}

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echograph.errors import CaptureError
 from echograph.frontend.scripts import device
+from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
@@ -315,3 +316,47 @@ def test_a_copy_is_not_what_was_written_down_of_a_tensor() -> None:
         tensor = torch.ones(2)
     tensor.__dict__["_echograph_node"] = torch.fx.Graph().placeholder("tensor")
     assert "_echograph_node" not in vars(device._copied(tensor, {}))
+
+
+QUANTISED = """import torch
+from torch import nn
+if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):  # as its package defines it
+    @torch.library.custom_op("bitsandbytes::gemm_4bit", mutates_args=())
+    def gemm(A: torch.Tensor, B: torch.Tensor, shapeB: list[int]) -> torch.Tensor: ...
+    gemm.register_fake(lambda A, B, shapeB: A.new_empty(*A.shape[:-1], shapeB[0]))
+class Packed(nn.Parameter):
+    def __new__(cls, data, requires_grad=False):
+        made = torch.Tensor._make_subclass(cls, data, requires_grad)
+        made.packed = False
+        return made
+    def cuda(self, device=None):
+        return self.to("cuda" if device is None else device)
+    def to(self, *args, **kwargs):
+        if self.packed:
+            return Packed(super().to(*args, **kwargs))
+        self.data = torch.empty(self.numel() // 2, 1, dtype=torch.uint8, device="cuda")
+        self.packed = True
+        return self
+class Linear(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes, bias=False)
+        self.weight = Packed(self.weight.data)
+    def forward(self, x):
+        return torch.ops.bitsandbytes.gemm_4bit(x, self.weight, [self.out_features, self.in_features])
+model = nn.Sequential(Linear(64, 32), nn.Linear(32, 4)).cuda()
+weight = model[0].weight
+assert isinstance(weight, Packed) and weight.packed and weight.is_cuda and weight.dtype == torch.uint8
+optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+for step in range(3):
+    model(torch.ones(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_weights_of_a_class_of_their_own_are_quantised_on_their_way_to_the_gpu(tmp_path: Path) -> None:
+    """As those of 4 bits are, half a byte each, whose product is that of all weights."""
+    path = tmp_path / "train.py"
+    path.write_text(QUANTISED)
+    job = capture_script(Script(path=path), World(), TorchAdapter()).graph
+    assert int(job.ops.flops.sum()) == 2 * 8 * 64 * 32 + 2 * (2 * 8 * 32 * 4)
+    assert job.tensors.nbytes[[t.name for t in job.tensors].index("0.weight")] == 64 * 32 // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -274,3 +275,54 @@ for step in range(3):
     run = run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter())
     assert any(tuple(node.meta["val"].shape) == (2, 7) for node in run.recorder.graph.nodes if "val" in node.meta)
     assert not run.recorder.warnings
+
+
+MAKES_PICKLES = """import pickle, torch
+data = {"sizes": torch.arange(3), "scale": torch.tensor(2.5), "weight": torch.nn.Parameter(torch.ones(2))}
+with open("data.pkl", "wb") as file:
+    pickle.dump(data, file)
+torch.save(data, "data.pt")
+"""
+MAKES_PICKLES = """import pickle, torch
+data = {"sizes": torch.arange(3), "scale": torch.tensor(2.5), "weight": torch.nn.Parameter(torch.ones(2))}
+with open("data.pkl", "wb") as file:
+    pickle.dump(data, file)
+torch.save(data, "data.pt")
+"""
+OWN_PICKLES = """import io, pickle, gzip, torch
+with open("data.pkl", "rb") as file:
+    data = pickle.load(file)
+assert data["sizes"].tolist() == [0, 1, 2] and data["scale"].item() == 2.5 and data["weight"].requires_grad
+with open("data.pt", "rb") as file:
+    assert torch.load(file)["sizes"].tolist() == [0, 1, 2]
+with open("data.pt", "rb") as file:
+    assert torch.load(io.BytesIO(file.read()))["sizes"].tolist() == [0, 1, 2]
+model = torch.nn.Linear(8, 4).cuda()
+for name, opened in (("data.pkl", open), ("new.pkl", open), ("new.pkl.gz", gzip.open)):
+    with opened(name, "wb") as file:
+        pickle.dump({"lr": 0.1, "model": model.state_dict()}, file)
+    with opened(name, "rb") as file:
+        assert pickle.load(file)["model"]["weight"].shape == (4, 8)
+with open("settings.pkl", "wb") as file:
+    pickle.dump({"lr": 0.1}, file)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.ones(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_what_is_pickled_has_values_if_it_had_and_leaves_no_file_if_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("make.py").write_text(MAKES_PICKLES)
+    runpy.run_path("make.py")
+    whole = Path("data.pkl").read_bytes()
+    Path("train.py").write_text(OWN_PICKLES)
+    run = run_script(Script(path=tmp_path / "train.py"), World(), TorchAdapter())
+    assert Path("data.pkl").read_bytes() == whole
+    left = ["data.pkl", "data.pt", "make.py", "settings.pkl", "train.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    (told,) = (note for note in run.recorder.notes if "it is gone, or as it was before" in note)
+    assert all(name in told for name in ("data.pkl", "new.pkl", "new.pkl.gz"))
