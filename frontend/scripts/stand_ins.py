@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.known_values import is_known
 from echograph.frontend.scripts import apex, flash_attn_kernels
-from echograph.frontend.scripts.adapter import once_imported, replaced
+from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.values import NoteTaker
 
 WRITES_ONLY = ("_fill_indices_kernel",)
@@ -55,6 +55,7 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
         with (
             once_imported(_LOSSES, partial(_by_pytorch, note)),
             once_imported("torchmetrics.metric", partial(_valid, note)),
+            once_imported(_TORCHAUDIO, partial(_in_python, note)),
         ):
             yield
     finally:
@@ -100,6 +101,27 @@ def _valid(note: NoteTaker) -> Iterator[None]:
         yield
     finally:
         del kind.validate_args
+
+
+_TORCHAUDIO, _COMPILED = "torchaudio._extension.utils", "libtorchaudio"
+
+
+@contextmanager
+def _in_python(note: NoteTaker) -> Iterator[None]:
+    """In the context, torchaudio goes on without compiled operators that are for another PyTorch."""
+
+    def loading(original: Callable[[str], bool]) -> Callable[[str], bool]:
+        def load(library: str) -> bool:
+            try:
+                return original(_COMPILED) and original(library)
+            except OSError:
+                note("torchaudio's compiled operators are for another PyTorch: what it has in Python is taken")
+                return False
+
+        return load
+
+    with patched(sys.modules[_TORCHAUDIO], "_load_lib", loading):
+        yield
 
 
 class _Parts(Loader, MetaPathFinder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -131,3 +132,31 @@ def test_a_norm_that_adds_a_residual_is_refused(tmp_path: Path) -> None:
     text = f"{made}n.dropout_add_ln_fwd({given})"
     with pytest.raises(CaptureError, match="a residual, dropout, scales or subsets"):
         ran(tmp_path, text)
+
+
+def test_torchaudio_goes_on_without_what_is_compiled_for_another_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "torchaudio" / "_extension"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("from torchaudio._extension import compiled\n")
+    (package / "__init__.py").write_text(
+        "from torchaudio._extension.utils import _load_lib\ncompiled = _load_lib('a')"
+    )
+    (package / "utils.py").write_text(
+        f"import torch\n_load_lib = lambda _: torch.ops.load_library({str(tmp_path)!r})"
+    )
+    for name in ("torchaudio", "torchaudio._extension", "torchaudio._extension.utils"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    text = """import sys, torch
+import torchaudio
+assert torchaudio.compiled is False
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+    run = ran(tmp_path, text)
+    assert run.recorder.recorded
+    assert any("torchaudio's compiled operators" in note for note in run.recorder.notes)
