@@ -78,7 +78,7 @@ def command(row: dict[str, Any], data: Path, output: Path) -> list[str]:
     framework = row.get("framework", "torch")
     made = [
         *(part for name in row.get("fake-data", ()) for part in ("--fake-data", name.format(data=data))),
-        *(part for name in row.get("fake-weights", ()) for part in ("--fake-weights", name)),
+        *(part for name in row.get("fake-weights", ()) for part in ("--fake-weights", name.format(data=data))),
     ]
     asked = [*what, *ranks, *step, *decided, *made]
     return ["capture", framework, *asked, "--json", "-o", str(output), "--", *arguments]

@@ -86,6 +86,8 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
             for owner in (package, _package("datasets.load")):
                 stack.enter_context(patched(owner, "load_dataset", lambda f: _rows(rows, fakes.asked, f, note)))
             stack.enter_context(once_imported("evaluate", _metrics))
+            hub = _package("huggingface_hub")
+            stack.enter_context(patched(hub, "snapshot_download", partial(_of_data, rows, fakes, note)))
         stack.enter_context(once_imported("torchvision.datasets", partial(_published, fakes, note)))
         stack.enter_context(once_imported("tiktoken.registry", _known_anew))
         stack.enter_context(once_imported("tiktoken_ext.openai_public", partial(_encodings, fakes, note)))
@@ -105,6 +107,19 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
                 for function in _LOOKING:
                     stack.enter_context(patched(asked, function, partial(_kept_in, folder, fakes.weights)))
         yield
+
+
+def _of_data(
+    rows: Collection[str], fakes: Fakes, note: NoteTaker, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What fetches a folder of the hub, which of a data set that is made is there, and empty."""
+
+    def fetch(repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        if repo_id not in rows or kwargs.get("repo_type") != "dataset":
+            return original(repo_id, *args, **kwargs)
+        return str(_snapshot(_hub(fakes, note), "datasets", repo_id))
+
+    return fetch
 
 
 def _metrics() -> AbstractContextManager[None]:
@@ -503,9 +518,9 @@ OF_DIFFUSERS = "_class_name"
 _DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 
 
-def _folder_of(name: str) -> str:
-    """Of a model, in a cache of the hub."""
-    return f"models--{name.replace('/', '--')}"
+def _folder_of(name: str, kind: str = "models") -> str:
+    """Of a model, or of what else is there, in a cache of the hub."""
+    return f"{kind}--{name.replace('/', '--')}"
 
 
 def _hub(fakes: Fakes, note: NoteTaker) -> Path:
@@ -521,15 +536,21 @@ def _hub(fakes: Fakes, note: NoteTaker) -> Path:
     for there in own.iterdir() if own.is_dir() else ():
         (folder / there.name).symlink_to(there)
     for name, config in fakes.weights.items():
-        at = folder / _folder_of(name)
-        at.unlink(missing_ok=True)
-        snapshot = at / "snapshots" / _REVISION
-        snapshot.mkdir(parents=True)
-        (at / "refs").mkdir()
-        (at / "refs" / "main").write_text(_REVISION)
-        _model(config, snapshot)
+        _model(config, _snapshot(folder, "models", name))
     _hubs[id(fakes)] = fakes, folder
     return folder
+
+
+def _snapshot(hub: Path, kind: str, name: str) -> Path:
+    """The folder that a cache of the hub has of a model or a data set: what is there is its newest."""
+    at = hub / _folder_of(name, kind)
+    if at.is_symlink():  # to the user's own
+        at.unlink()
+    snapshot = at / "snapshots" / _REVISION
+    snapshot.mkdir(parents=True, exist_ok=True)
+    (at / "refs").mkdir(exist_ok=True)
+    (at / "refs" / "main").write_text(_REVISION)
+    return snapshot
 
 
 def _model(given: Mapping[str, Any], folder: Path) -> None:

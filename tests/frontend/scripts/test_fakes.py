@@ -91,6 +91,25 @@ for _ in range(3):
     assert run(tmp_path, text, Fakes(data={"nyu-mll/glue": None})).recorder.recorded
 
 
+def test_the_hub_has_a_data_set_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may ask whether there is one before it loads it; what the user's own cache has stays as it is."""
+    pytest.importorskip("datasets")
+    own = tmp_path / "own" / "datasets--nyu-mll--glue"
+    own.mkdir(parents=True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(own.parent))
+    text = """import os, torch
+from huggingface_hub import snapshot_download
+assert os.path.isdir(snapshot_download(repo_id="nyu-mll/glue", repo_type="dataset", ignore_patterns=["*"]))
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+    assert run(tmp_path, text, Fakes(data={"nyu-mll/glue": None})).recorder.recorded
+    assert not list(own.iterdir())
+
+
 def test_a_package_that_makes_data_and_is_broken_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "datasets.py").write_text("raise OSError('no such library')")
     monkeypatch.syspath_prepend(tmp_path)
