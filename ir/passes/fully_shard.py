@@ -3,10 +3,11 @@
 Parameters, gradients and optimizer state are cut along their first dimension over the ranks. A unit (`Units`) is
 what is gathered and reduced at once: each layer, and the rest of the model (the root). Its parameters are
 all-gathered before its forward pass and, unless it is the root, dropped after it and gathered again before its
-backward pass; its gradients are reduce-scattered after it. Gathers run ahead by one unit, so they overlap the
-computation before; one reduction is in flight at a time. The optimizer works on the shards. With replicas of the
-sharding group (HSDP), the gradients' shards are then all-reduced among them. (Zhao et al., "PyTorch FSDP", VLDB
-2023; the order of operations is that of torch.distributed.fsdp.fully_shard.)
+backward pass; its gradients are copied into one buffer after it, on the stream of its kernels, and
+reduce-scattered. Gathers run ahead by one unit, so they overlap the computation before; one reduction is in flight
+at a time. The optimizer works on the shards. With replicas of the sharding group (HSDP), the gradients' shards are
+then all-reduced among them. (Zhao et al., "PyTorch FSDP", VLDB 2023; the order of operations and their streams are
+those of torch.distributed.fsdp.fully_shard.)
 
 Context- and expert-parallel ranks share the shards, too, but for what is divided over them already (torchtitan's
 `dp_shard_cp` and `dp_shard_mod_ep` meshes), and each set of ranks communicates its own.
@@ -204,7 +205,11 @@ class UnitSchedule:
         issued: set[tuple[UnitInstance, int]] = set()
         gathered: set[tuple[UnitInstance, int]] = set()
         regathered: set[tuple[UnitInstance, int]] = set()
+        whole: _Part | None = None
         for at, (phase, place, call) in enumerate(self.pieces):
+            if whole is not None and self.graph.blocks[place[0]].name != ACCUMULATE:
+                yield from self._whole_reduced(whole)
+                whole = None
             self._at = at
             micro_batch, part = call[4], self.part_of.get(place)
             if part is None or phase == t.Phase.OPTIMIZER:
@@ -230,7 +235,10 @@ class UnitSchedule:
                 if not left[place, micro_batch] and place != part.root:
                     yield from self._backward_done(place, micro_batch)
                 if not of_part[part.root, micro_batch]:
-                    yield from self._part_done(part, micro_batch)
+                    yield from self._backward_done(part.root, micro_batch)
+                    whole = part if self.how.whole and self.staged and micro_batch == self.last else None
+        if whole is not None:
+            yield from self._whole_reduced(whole)
 
     def _ahead(self, part: _Part, place: UnitInstance) -> list[UnitInstance]:
         """The unit whose forward pass comes after another's, where the host has to issue its gathers before."""
@@ -254,14 +262,10 @@ class UnitSchedule:
         if not self.how.whole or (micro_batch == self.last and not self.staged):
             yield from self._reduced(place, micro_batch)
 
-    def _part_done(self, part: _Part, micro_batch: int) -> Iterator[Done]:
-        if self.how.whole and self.staged and micro_batch == self.last:
-            for place in part.backward:
-                if place != part.root:
-                    yield from self._reduced(place, micro_batch)
-        yield from self._backward_done(part.root, micro_batch)
-        if self.how.whole and self.staged and micro_batch == self.last:
-            yield from self._reduced(part.root, micro_batch)
+    def _whole_reduced(self, part: _Part) -> Iterator[Done]:
+        """Reduces gradients of all units of a part, which have added up over the micro-batches."""
+        for place in (*(place for place in part.backward if place != part.root), part.root):
+            yield from self._reduced(place, self.last)
 
     def _reduced(self, place: UnitInstance, micro_batch: int) -> Iterator[Done]:
         yield from self._added(place, ("reduce", "add") if micro_batch > self.first else ("reduce",), micro_batch)
@@ -718,7 +722,7 @@ class UnitBlock(ShardedBlock):
         if axes:
             group, stream = axes_group(builder, axes)
             cat = builder.compute(
-                "fsdp.chunk_cat", phase=t.Phase.BACKWARD, stream=stream, inputs=whole,
+                "fsdp.chunk_cat", phase=t.Phase.BACKWARD, stream=stream if self.how.apart else 0, inputs=whole,
                 bytes_read=sum(x.nbytes for x in tensors), bytes_written=total,
             )  # fmt: skip
             self._is_whole(cat, tensors, "bytes_read")

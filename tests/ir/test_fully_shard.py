@@ -15,8 +15,9 @@ from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.recompute import Recompute
-from echograph.ir.types import Collective, CollectiveKind, DType, Op, OpKind, Phase, TensorRole
+from echograph.ir.types import Collective, CollectiveKind, Compute, DType, Op, OpKind, Phase, TensorRole
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.simulate import simulate
@@ -115,6 +116,25 @@ def test_the_host_waits_and_issues_a_list_of_tensors_one_by_one() -> None:
     free, waiting = (simulate(job, CLUSTER, replace(host, waits=waits)).step_ps for waits in (False, True))
     # The device stands still while the host issues what it waited for.
     assert waiting - free >= each
+
+
+def test_gradients_are_copied_for_a_reduction_where_kernels_run() -> None:
+    """FSDP2 copies into the buffer before the stream of reductions waits for that of the kernels."""
+    job = lower()
+    copies = [op for op in ran(job) if op.name == "fsdp.chunk_cat"]
+    assert len(copies) == LAYERS + 1
+    assert {op.stream for op in copies} == {op.stream for op in ran(job) if op.name == "aten.mm"}
+
+
+def test_a_stage_reduces_what_its_last_backward_pass_has_left() -> None:
+    """torch's pipelines call FSDP for all layers of a stage behind its last backward pass (`REDUCE_GRAD`)."""
+    job = FullyShard(replicas=4)(Pipeline(stages=2, micro_batches=3)(Fold()(layered_step(LAYERS))))
+    calls = job.programs[0].calls.tolist()
+    ops = [job.ops[op] for _, begin, end, _, _ in calls for op in range(begin, end)]
+    on_kernels = [op for op in ops if isinstance(op, Compute) and op.stream == 0 and op.phase is Phase.BACKWARD]
+    first = next(at for at, op in enumerate(on_kernels) if op.name == "fsdp.chunk_cat")
+    assert first > 0 and {op.name for op in on_kernels[first:]} <= {"fsdp.chunk_cat", "fsdp.wait"}
+    assert all(op.stream == 0 for op in ops if op.name == "fsdp.chunk_cat")
 
 
 def test_copies_of_the_sharded_model_reduce_their_shards() -> None:
