@@ -372,6 +372,12 @@ class Graph:
             block, instance, index = self.locate_tensor(self.tensor_id(block, instance, index))
         return block, instance, index
 
+    def owner(self, block: int, instance: int, index: int) -> tuple[int, int, int]:
+        """(block, instance, tensor) that owns the memory of a tensor, through all aliases and ports."""
+        while self.tensors.port[index := int(self.root[index])]:
+            block, instance, index = self.locate_tensor(self.tensor_id(block, instance, index))
+        return block, instance, index
+
     def source(self, block: int, instance: int, index: int) -> tuple[int, int, int] | None:
         """(block, instance, operation) that makes the value of a tensor; None for an input of the graph."""
         block, instance, index = self.value(block, instance, index)

@@ -74,14 +74,14 @@ def report_command(
 ) -> None:
     """Report on traces: ours, collective_trace's logs, dumps of PyTorch's flight recorder."""
     from echograph.profiler.comms.report import report_on
-    from echograph.profiler.comms.views import ChromeTrace, page
+    from echograph.profiler.comms.views import ChromeTrace, collectives_page
 
     with ExitStack() as stack, show_progress(f"reading {path}"):
         report = report_on(path, [] if chrome is None else [stack.enter_context(ChromeTrace(chrome))])
     if as_csv is not None:
         write_text(as_csv, report.operations_csv(), "table of operations")
     if html is not None:
-        write_text(html, page(report, f"Collectives of {path.name}"), PAGE)
+        write_text(html, collectives_page(report, f"Collectives of {path.name}"), PAGE)
     print_json(asdict(report)) if as_json else _print_report(report)
 
 

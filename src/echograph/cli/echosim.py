@@ -119,9 +119,11 @@ def run_command(
     write_json(output, record, "result")
     write_trace(trace, found.result, traced)
     if html is not None:
-        from echograph.workflow.report.prediction import page
+        from echograph.workflow.report.prediction import prediction_page
 
-        shown = page(found.result, found.job, plan, system, scenario, list(found.notes), list(found.near))
+        shown = prediction_page(
+            found.result, found.job, plan, system, scenario, list(found.notes), list(found.near)
+        )
         write_text(html, shown, PAGE)
 
 

@@ -38,7 +38,7 @@ def comparison_page(found: _Record, before: _Record, after: _Record, names: tupl
         parts.section(
             "Where the step goes",
             "Each moment of the role that ends last counts once, for the first part that applies.",
-            parts.stacked([(_timed(name, record), record["breakdown_s"]) for name, record in both]),
+            parts.stacked_bars([(_timed(name, record), record["breakdown_s"]) for name, record in both]),
             _figures(found, names),
         ),
         _limits(both),

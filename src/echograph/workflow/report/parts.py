@@ -51,7 +51,7 @@ def plan_line(record: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def stacked(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def stacked_bars(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Breakdowns as bars of one colour a part.
 
     Args:

@@ -139,7 +139,7 @@ def _breakdowns(found: Sweep, rows: Sequence[_Row]) -> str:
     more = f" The first {MOST_BARS} of {len(rows):,} points." if len(rows) > MOST_BARS else ""
     bars = [(_label(names, row), _breakdown(row)) for row in shown]
     said = f"Each moment of the role that ends last counts once, for the first part that applies.{more}"
-    return parts.section("Where the time goes", said, parts.stacked(bars) if bars else "")
+    return parts.section("Where the time goes", said, parts.stacked_bars(bars) if bars else "")
 
 
 def _breakdown(row: _Row) -> dict[str, Any]:

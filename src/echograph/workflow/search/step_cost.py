@@ -19,7 +19,7 @@ from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE, Bools, Float64, Int64
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.model import adds_up, final_gradients
-from echograph.ir.passes.pipeline.placement import OptimizerPlacer, layer_names, place
+from echograph.ir.passes.pipeline.placement import OptimizerPlacer, layer_names, place_operations
 from echograph.ir.passes.rewrite import ACCUMULATE, accumulate
 from echograph.ir.types import OpKind, Phase, TensorRole
 from echograph.models.stacks import Stack, load_stack
@@ -263,7 +263,7 @@ class _Layers:
         """Places the operations of a step; none are of a layer where it cannot be cut into layers."""
         count = len(layer_names(graph))
         try:
-            placement = place(graph, count, None)
+            placement = place_operations(graph, count, None)
             OptimizerPlacer(graph, placement, count).place()
         except PlanError:  # which is said of the plans that cut it
             return cls(graph, 0)
