@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -291,9 +292,9 @@ def _of_package(error: ImportError, name: str, script: Path) -> str:
         found = None
     if found is not None and found.origin is not None:
         here = installed(package)
-        if here and not package_of(found.origin):
+        if here and not package_of(found.origin) and not isinstance(error, PackageNotFoundError):
             return _SHADOWED.format(Path(found.origin).name, here)
-        if here:
+        if here and package_of(found.origin):
             wanted = unmet(script, package) or asked(script, package)
             told = f" ({wanted})" if wanted else ""
             return f"{here} has no such name: install the version that the script is written for{told}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import multiprocessing
 import os
 import sys
@@ -298,6 +299,20 @@ def test_a_package_lies_where_pip_put_it(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(tmp_path)
     said = remedy(_raised("placed_here", "gone"), Path("train.py"))
     assert "has no such name: install the version" in said
+
+
+def test_a_package_of_the_script_that_asks_for_its_own_version_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another distribution may have a part of the same name."""
+    (tmp_path / "own_parts").mkdir()
+    (tmp_path / "own_parts" / "__init__.py").touch()
+    (tmp_path / "setup.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("echograph.frontend.scripts.device.installed", lambda _: "own-parts-contributed 0.1")
+    with pytest.raises(importlib.metadata.PackageNotFoundError) as caught:
+        importlib.metadata.version("own_parts")
+    assert "setup.py" in remedy(caught.value, tmp_path / "train.py")
 
 
 def test_a_download_that_fails_says_of_what() -> None:
