@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.known_values import is_known
 from echograph.frontend.scripts import apex, flash_attn_kernels
-from echograph.frontend.scripts.adapter import once_imported, replaced
+from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.values import NoteTaker
 
 WRITES_ONLY = ("_fill_indices_kernel",)
@@ -55,6 +55,7 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
         with (
             once_imported(_LOSSES, partial(_by_pytorch, note)),
             once_imported("torchmetrics.metric", partial(_valid, note)),
+            once_imported(_LOADING, partial(_in_python, note)),
         ):
             yield
     finally:
@@ -100,6 +101,27 @@ def _valid(note: NoteTaker) -> Iterator[None]:
         yield
     finally:
         del kind.validate_args
+
+
+_LOADING = "torchaudio._extension.utils"
+
+
+@contextmanager
+def _in_python(note: NoteTaker) -> Iterator[None]:
+    """In the context, torchaudio that is built for another PyTorch, or for GPUs, has what it has in Python."""
+
+    def loading(original: Callable[[str], bool]) -> Callable[[str], bool]:
+        def load(lib: str) -> bool:
+            try:
+                return original("libtorchaudio") and original(lib)  # without the former it takes no other
+            except OSError:
+                note("torchaudio is built for another PyTorch: of it there is what is in Python alone")
+                return False
+
+        return load
+
+    with patched(sys.modules[_LOADING], "_load_lib", loading):
+        yield
 
 
 class _Parts(Loader, MetaPathFinder):

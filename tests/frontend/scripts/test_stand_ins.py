@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -131,3 +132,37 @@ def test_a_norm_that_adds_a_residual_is_refused(tmp_path: Path) -> None:
     text = f"{made}n.dropout_add_ln_fwd({given})"
     with pytest.raises(CaptureError, match="a residual, dropout, scales or subsets"):
         ran(tmp_path, text)
+
+
+def test_a_torchaudio_of_another_pytorch_has_what_is_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own package loads two libraries, the second of which may not fit, and raises."""
+    folder = tmp_path / "packages" / "torchaudio"
+    (folder / "_extension").mkdir(parents=True)
+    (folder / "__init__.py").write_text("from . import _extension")
+    (folder / "_extension" / "__init__.py").write_text(
+        "from .utils import _load_lib\n"
+        "there = _load_lib('_torchaudio')\nassert not there or _load_lib('libtorchaudio')\n"
+    )
+    (folder / "_extension" / "utils.py").write_text(
+        "def _load_lib(lib):\n    if lib == 'libtorchaudio': raise OSError(lib)\n    return True\n"
+    )
+    monkeypatch.syspath_prepend(str(folder.parent))
+    text = """import torch, torchaudio
+assert not torchaudio._extension.there
+model = torch.nn.Linear(4, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchaudio"]:
+        monkeypatch.delitem(sys.modules, name)
+    try:
+        assert any(
+            "torchaudio is built for another PyTorch" in note for note in ran(tmp_path, text).recorder.notes
+        )
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchaudio"]:
+            del sys.modules[name]
