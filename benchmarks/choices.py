@@ -28,7 +28,7 @@ from echograph.models.stacks import load_stack
 from echograph.profiler.costs import estimate, power
 from echograph.profiler.costs.device import PowerModel
 from echograph.workflow.validation import run, trainers
-from echograph.workflow.validation.table import MeasuredStep, read
+from echograph.workflow.validation.table import MeasuredStep, read_measured_steps
 
 NEMO, MEGATRON_2021 = ("dgxc", "mlperf"), ("sc21t1", "kor22", "mlm2009", "vtrainM", "bloom")
 EVERY = ("dgxc", "mbridge", "mlperf", "titan", "mpt", "kor22", "sc21t1", "sc21t2", "vtrainM", "bloom")
@@ -363,7 +363,9 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="all of it as JSON")
     arguments = parser.parse_args()
     known = {row["id"]: row["error"] for row in json.loads(arguments.result.read_text(encoding="utf-8"))["rows"]}
-    rows = sample([row for row in read(arguments.table) if known.get(row.id) is not None], arguments.most)
+    rows = sample(
+        [row for row in read_measured_steps(arguments.table) if known.get(row.id) is not None], arguments.most
+    )
     run._compile = cache_of(run._compile)
     chosen = [c for c in CHOICES if not arguments.only or any(word in c.name for word in arguments.only)]
     found = {}

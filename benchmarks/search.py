@@ -37,7 +37,7 @@ from echograph.workflow.predictor import Predictor
 from echograph.workflow.search.space import AXES, space
 from echograph.workflow.validation.computed import computed_sources
 from echograph.workflow.validation.setup import Setup, setup
-from echograph.workflow.validation.table import MeasuredStep, read
+from echograph.workflow.validation.table import MeasuredStep, read_measured_steps
 
 APART = 1.05
 OF_MACHINE = ("model", "gpu_type", "n_gpus")
@@ -88,7 +88,7 @@ def print_ranking(table: Path, result: Path) -> None:
     predicted = {
         row["id"]: row["predicted_s"] for row in json.loads(result.read_text())["rows"] if row["predicted_s"]
     }
-    rows = read(table, grades=("A", "B"))
+    rows = read_measured_steps(table, grades=("A", "B"))
     computed = computed_sources(rows)
     measured = [row for row in rows if row.text("source") not in computed]
     for what, alike in (("the same model, GPUs and work", OF_WORK), ("the same model and GPUs", OF_MACHINE)):
@@ -301,7 +301,9 @@ def main() -> None:
     elif arguments.which == "exhaustive":
         print_exhaustive(arguments.only)
     else:
-        for row, said in published([row for row in read(arguments.table) if row.id in arguments.only]):
+        for row, said in published(
+            [row for row in read_measured_steps(arguments.table) if row.id in arguments.only]
+        ):
             print(f"{row.id:<12} {said}", flush=True)
 
 

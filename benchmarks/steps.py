@@ -18,7 +18,7 @@ from pathlib import Path
 
 from echograph.workflow.validation.run import predict_rows
 from echograph.workflow.validation.score import by_family, read_peers
-from echograph.workflow.validation.table import read
+from echograph.workflow.validation.table import read_measured_steps
 from echograph.workflow.validation.validate import Validation
 
 DATA = Path(os.environ.get("ECHOGRAPH_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
@@ -36,8 +36,10 @@ def main() -> None:
     if not table.exists():
         print(f"no measured tables at {DATA}: set ECHOGRAPH_DATA")
         return
-    rows = read(table, WHOLE, ("A", "B"))
-    rows += [row for name in SAMPLED for row in read(table, (name,), ("A", "B"))[:: arguments.every]]
+    rows = read_measured_steps(table, WHOLE, ("A", "B"))
+    rows += [
+        row for name in SAMPLED for row in read_measured_steps(table, (name,), ("A", "B"))[:: arguments.every]
+    ]
     began = time.perf_counter()
     outcomes = predict_rows(rows, arguments.jobs)
     families = by_family(outcomes, read_peers(DATA / "peer_predictions.csv"))

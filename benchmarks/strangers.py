@@ -1,6 +1,6 @@
 """Captures training scripts of others, unedited, from clones: `python -m benchmarks.strangers FOLDER`.
 
-Prints the table of docs/adapters.md: what came out of each script of `strangers.toml`, in how many seconds of
+Prints the table of docs/adapters/tried.md: what came out of each script of `strangers.toml`, in how many seconds of
 processor time and at what peak of memory, or the line in which it ended. With `--outcomes FILE` each is written
 there as it ends, and those that the file has are not run again.
 """
@@ -78,7 +78,7 @@ def command(row: dict[str, Any], data: Path, output: Path) -> list[str]:
     framework = row.get("framework", "torch")
     made = [
         *(part for name in row.get("fake-data", ()) for part in ("--fake-data", name.format(data=data))),
-        *(part for name in row.get("fake-weights", ()) for part in ("--fake-weights", name)),
+        *(part for name in row.get("fake-weights", ()) for part in ("--fake-weights", name.format(data=data))),
     ]
     asked = [*what, *ranks, *step, *decided, *made]
     return ["capture", framework, *asked, "--json", "-o", str(output), "--", *arguments]

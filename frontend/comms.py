@@ -17,7 +17,7 @@ from pathlib import Path
 
 from echograph.errors import FormatError, InputError
 from echograph.ir.builder import Common, GraphBuilder
-from echograph.ir.comms.operations import kind_of
+from echograph.ir.comms.operations import collective_of_operation
 from echograph.ir.comms.record import UNKNOWN, CallSignature, NativeSource
 from echograph.ir.formats import Imported
 from echograph.ir.graph import JobGraph, Workload
@@ -313,7 +313,7 @@ def _ranks(what: CallSignature, group: tuple[int, ...]) -> tuple[int, ...]:
 
 def _kind(call: _Call) -> CollectiveKind:
     op = call.what.op
-    kind = kind_of(op)
+    kind = collective_of_operation(op)
     if kind is None:
         raise FormatError(f"rank {call.rank}: {op[:40]} is no collective that a graph holds: leave it out")
     return kind

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from echograph.errors import GraphError
-from echograph.ir.columns import NONE, Int64, OpTable, TensorTable
+from echograph.ir.columns import NONE, Int64, OpTable, TensorTable, distinct
 from echograph.ir.types import DType, Op, Tensor
 
 FORMAT_MAJOR = 2
@@ -148,6 +148,13 @@ class Program:
     def unfolded_ops(self) -> int:
         """Operations that it runs, those of a call as often as they are called."""
         return int((self.calls[:, 2] - self.calls[:, 1]).sum())
+
+    @property
+    def usual_calls(self) -> Int64:
+        """The calls of one micro-batch amid the others; all of them where none is of a micro-batch."""
+        of = self.calls[:, CALL_FIELDS.index("micro_batch")]
+        micro_batches = distinct(of[of >= 0])
+        return self.calls[of == micro_batches[len(micro_batches) // 2]] if len(micro_batches) else self.calls
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -362,6 +369,12 @@ class Graph:
         An operation makes that tensor, or it is an input of the graph.
         """
         while self.tensors.port[index := int(self.origin[index])]:
+            block, instance, index = self.locate_tensor(self.tensor_id(block, instance, index))
+        return block, instance, index
+
+    def owner(self, block: int, instance: int, index: int) -> tuple[int, int, int]:
+        """(block, instance, tensor) that owns the memory of a tensor, through all aliases and ports."""
+        while self.tensors.port[index := int(self.root[index])]:
             block, instance, index = self.locate_tensor(self.tensor_id(block, instance, index))
         return block, instance, index
 

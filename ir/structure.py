@@ -195,7 +195,7 @@ class Amounts:
     def nbytes(self, graph: Graph, mesh: Sequence[Axis]) -> Int64:
         """Bytes of each."""
         rows, tensors = self.tensors.values, graph.tensors
-        ranks = ranks_of(self.axes, mesh)[self.over]
+        ranks = ranks_along(self.axes, mesh)[self.over]
         numel = tensors.numel[rows]
         cut = np.flatnonzero(self.dim != NONE)
         extent = tensors.shape.values[tensors.shape.offsets[rows[cut]] + self.dim[cut]]
@@ -209,7 +209,7 @@ class Amounts:
         return np.asarray(self.times * np.where(self.part, found // ranks, found), np.int64)
 
 
-def ranks_of(axes: Sequence[tuple[str, ...]], mesh: Sequence[Axis]) -> Int64:
+def ranks_along(axes: Sequence[tuple[str, ...]], mesh: Sequence[Axis]) -> Int64:
     """Ranks along sets of axes of a mesh."""
     sizes = {axis.name: axis.size for axis in mesh}
     return np.array([prod(sizes[name] for name in its) for its in axes], np.int64)
@@ -313,7 +313,7 @@ class Sized:
         if not np.array_equal(lengths, shape.lengths[whole]):
             return np.full(len(values), NONE)
         values[shape.places(whole)[1]] = its.values[where]
-        ranks = ranks_of(shards.axes, mesh)
+        ranks = ranks_along(shards.axes, mesh)
         parts = np.flatnonzero(flat)
         values[shape.offsets[parts]] = -(-graph.tensors.numel[self.tensors[parts]] // ranks[shards.over[parts]])
         cut = np.flatnonzero((shards.over != NONE) & ~flat)

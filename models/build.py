@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from echograph.errors import UsageError
-from echograph.models.catalog import ModelEntry, require_torch
+from echograph.models.catalog import ModelEntry, require_transformers
 from echograph.registry import Table
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def build(
     length = entry.default_seq_len if seq_len is None else seq_len
     if batch < 1 or length < 1:
         raise UsageError(f"model {entry.name}: batch size {batch} and length {length} must be at least 1")
-    require_torch()
+    require_transformers()
     from echograph.models.inputs import training_inputs
 
     module = _module(entry, length, attention)
@@ -91,7 +91,7 @@ def parameter_count(entry: ModelEntry) -> int:
         InputError: the architecture rejects the configuration.
         MissingExtraError: torch or transformers is not installed.
     """
-    require_torch()
+    require_transformers()
     import torch
 
     with torch.device("meta"):

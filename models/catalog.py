@@ -180,7 +180,7 @@ _NOT_OF_THE_MODEL = {
 }
 
 
-def require_torch() -> None:
+def require_transformers() -> None:
     """Checks that what modules are built from is there.
 
     Raises:
@@ -244,7 +244,7 @@ def _name(path: Path) -> str:
 
 
 def _training_class(where: str, model_type: str, architectures: object) -> tuple[str, ModelKind]:
-    require_torch()
+    require_transformers()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:

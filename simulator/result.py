@@ -16,7 +16,7 @@ from echograph.simulator.durations import Durations
 from echograph.simulator.goodput import Goodput
 from echograph.simulator.memory import Memory
 from echograph.simulator.ranks import RankPath, RankTimes
-from echograph.units import format_bytes, format_count, format_time, to_s
+from echograph.units import format_bytes, format_count, format_number, format_time, to_s
 
 if TYPE_CHECKING:
     from echograph.simulator.flows import LinkUse
@@ -220,6 +220,7 @@ class Result:
 
 BAR, MOST_RANKS, LEAST_SHARE = 30, 3, 0.03
 """Characters of the longest bar, ranks of the critical path that are listed, and the least share of it that is."""
+_NAME = 16
 
 
 def _lines(result: Result) -> Iterator[str]:
@@ -231,8 +232,8 @@ def _lines(result: Result) -> Iterator[str]:
         shown = ", ".join(f"{name.upper()} {value * 1e3:.4g} ms" for name, value in result.percentiles_s.items())
         yield f"  with noise    {shown} ({len(result.draws_ps)} draws)"
     if (found := result.goodput) is not None:
-        every = f"every {found.interval_s:.4g} s (best {found.best_interval_s:.4g} s)"
-        fails = f"one every {found.job_mtbf_s / 3600:.3g} h, a checkpoint {every}"
+        every = f"every {format_number(found.interval_s)} s (best {format_number(found.best_interval_s)} s)"
+        fails = f"one every {format_number(found.job_mtbf_s / 3600)} h, a checkpoint {every}"
         yield f"  with failures {found.share:.1%} of the time trains: {fails}"
     yield from _breakdown_lines(result)
     yield f"  limited by    {_limits(result.limits)} (of the critical path)"
@@ -274,14 +275,14 @@ def _breakdown_lines(result: Result) -> Iterator[str]:
     several = spread.ranks > 1 and len(result.roles) > 1
     last = f": {result.ends_last.name} (rank {result.ends_last.rank}), which ends last"
     yield "  where the step goes" + f"{last}; mean of {spread.ranks} ranks (least to most)" * several
-    for name, value in own.items():
-        if not (value or name == "compute" or (several and most[name])):
-            continue
+    shown = {name: value for name, value in own.items() if value or name == "compute" or (several and most[name])}
+    wide = max(_NAME, *map(len, shown))
+    for name, value in shown.items():
         bar = "#" * round(BAR * value / step)
         if several:
             others = f"{mean[name] / step:>6.1%} ({least[name] / step:.1%} to {most[name] / step:.1%})"
             bar = f"{others:<27}  {bar}".rstrip()
-        yield f"    {name:<16} {format_time(value):>10} {value / step:>7.1%}  {bar}"
+        yield f"    {name:<{wide}} {format_time(value):>10} {value / step:>7.1%}  {bar}".rstrip()
 
 
 def _limits(limits: Mapping[str, int]) -> str:

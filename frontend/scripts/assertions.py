@@ -1,8 +1,8 @@
 """What the text of a script tells where it asks for values: which way it goes on, and what it does with elements.
 
-Which way it goes is told where the other way raises or prints: assertions, and branches that do no more; where it
-asks whether a mask chooses anything, and takes what it chooses: that is all of it; and where it keeps what is
-better than the best so far: what comes is better.
+Which way it goes is told where the other way raises, prints or counts: assertions, and branches that do no more;
+where it asks whether a mask chooses anything, and takes what it chooses: that is all of it; and where it keeps
+what is better than the best so far: what comes is better.
 
 A script that trains goes on there, so what it asserts of values is taken to hold. Where exceptions are caught in
 place, it may go either way.
@@ -127,7 +127,7 @@ def _required(file: str) -> _Raising:
 
 
 class _Raising(ast.NodeVisitor):
-    """Finds conditions that raise or print when they are not met, or ask whether a mask chooses anything."""
+    """Finds conditions that raise, print or count where they are not met, or ask whether a mask chooses any."""
 
     def __init__(self) -> None:
         self.required: dict[_Span, bool] = {}
@@ -150,13 +150,13 @@ class _Raising(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
-        """It raises or prints if its test is true, or takes what is there, or what is better."""
+        """It raises, prints or counts if its test is true, or takes what is there, or what is better."""
         plain = all(isinstance(part, ast.Expr | ast.Assign | ast.AugAssign) for part in node.body[:-1])
         self._ask(node, [node])
         if (best := _better(node)) is not None:
             self._add(best, True)
         raises = plain and isinstance(node.body[-1], ast.Raise) and not self._caught
-        if raises or (all(map(_prints, node.body)) and not node.orelse):
+        if raises or (all(map(_tells, node.body)) and not node.orelse):
             self._add(node.test, False)
         self.generic_visit(node)
 
@@ -301,8 +301,11 @@ def _selects(call: ast.Call) -> bool:
 _PRINTING = ("print", "debug", "info", "warn", "warning", "error", "critical", "exception")
 
 
-def _prints(statement: ast.stmt) -> bool:
-    """Whether a statement prints, or writes a line of a log, of what is there."""
+def _tells(statement: ast.stmt) -> bool:
+    """Whether a statement does no more than print, write a line of a log, or count: `clipped += 1`."""
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name | ast.Attribute):
+        by = statement.value
+        return isinstance(statement.op, ast.Add) and isinstance(by, ast.Constant) and isinstance(by.value, int)
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call):
         return False

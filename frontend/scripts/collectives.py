@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 
 from echograph.errors import CaptureError
-from echograph.ir.comms.operations import OPERATIONS, kind_of
+from echograph.ir.comms.operations import OPERATIONS, collective_of_operation
 from echograph.ir.types import CollectiveKind
 
 MESSAGES = ("send", "recv")
@@ -72,7 +72,7 @@ class Communication:
     @property
     def kind(self) -> CollectiveKind | None:
         """Of a collective; None for a message."""
-        return kind_of(self.op)
+        return collective_of_operation(self.op)
 
 
 def communication_of(

@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
+from urllib.request import urlopen
 
 import torch
 from torch import Tensor, _meta_registrations
@@ -51,6 +52,7 @@ from echograph.frontend.scripts.autocast import as_on_cuda
 from echograph.frontend.scripts.counts import guessed_size
 from echograph.frontend.scripts.fakes import option_for
 from echograph.frontend.scripts.found import finding, finds
+from echograph.frontend.scripts.installed import package_of
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
 from echograph.frontend.scripts.requirements import asked, installed, python, unmet
@@ -131,7 +133,7 @@ _REMEDIES = (
     ),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
-_PYTHON = Path(sysconfig.get_paths()["stdlib"]).parts
+_PYTHON = Path(sysconfig.get_paths()["stdlib"])
 _FOR_GPUS = ("triton", "cupy", "flash_attn", "apex", "transformer_engine")
 # What brings a package of another name.
 _DISTRIBUTIONS = {
@@ -217,7 +219,7 @@ def remedy(error: BaseException, script: Path) -> str:
     if not known and (looks or isinstance(error, FileNotFoundError)):
         return _NOT_THERE
     if known is _DOWNLOAD:
-        made = option_for(error)
+        known, made = known.replace("it", _url(error) or "it", 1), option_for(error)
         return f"{known}, or have it made of its shapes: {made}" if made else known
     called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
     # A file that is not there is in no version.
@@ -234,6 +236,13 @@ def remedy(error: BaseException, script: Path) -> str:
     if not other and not isinstance(error, ImportError):
         other = next(filter(None, map(_here, packages if called or _owner(error) else raising[:1])), "")
     return f"{other}, {_OTHER_VERSION}" if other else ""
+
+
+def _url(error: BaseException) -> str:
+    """What Python's own `urlopen` was to fetch, which its errors do not say; "": they do, or it is another's."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is urlopen.__code__]
+    asked = frames[-1].f_locals["url"] if frames else ""
+    return asked if isinstance(asked, str) else str(asked.full_url)
 
 
 def _owner(error: BaseException) -> list[str]:
@@ -255,12 +264,12 @@ def _here(package: str) -> str:
 
 def _raising(error: BaseException) -> list[str]:
     """Packages that were running where one of them raised, the innermost first; none where the script did."""
-    frames = [Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
-    while frames and frames[-1][: len(_PYTHON)] == _PYTHON and "site-packages" not in frames[-1]:
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    while frames and Path(frames[-1]).is_relative_to(_PYTHON) and not package_of(frames[-1]):
         frames.pop()  # Python's own modules raise for whoever calls them
-    if not frames or "site-packages" not in frames[-1]:
+    if not frames or not package_of(frames[-1]):
         return []
-    within = [parts[parts.index("site-packages") + 1] for parts in frames if "site-packages" in parts]
+    within = [package for package in map(package_of, frames) if package]
     return list(dict.fromkeys(reversed(within)))
 
 
@@ -283,7 +292,7 @@ def _of_package(error: ImportError, name: str, script: Path) -> str:
         found = None
     if found is not None and found.origin is not None:
         here = installed(package)
-        if here and "site-packages" not in Path(found.origin).parts:
+        if here and not package_of(found.origin):
             return _SHADOWED.format(Path(found.origin).name, here)
         if here:
             wanted = unmet(script, package) or asked(script, package)
@@ -298,7 +307,7 @@ def _of_package(error: ImportError, name: str, script: Path) -> str:
     if not isinstance(error, ModuleNotFoundError):
         return _STOOD_IN.format(name) if found is not None and found.loader is None else ""
     folders = [Path(one) for one in (found.submodule_search_locations or () if found is not None else ())]
-    if own := [each for each in folders if "site-packages" not in each.parts and any(each.glob("*.py"))]:
+    if own := [each for each in folders if not package_of(str(each)) and any(each.glob("*.py"))]:
         lacks = name.rpartition(".")[2]
         return f"its folder {own[0].name} has no {lacks}: the copy of the script's repository is not whole"
     # Of a package without a place of its own, several distributions have parts.

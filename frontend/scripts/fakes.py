@@ -15,10 +15,11 @@ import json
 import os
 import random
 import shutil
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from echograph.errors import MissingExtraError, UnknownNameError, UsageError
+from echograph.errors import CaptureError, MissingExtraError, UnknownNameError, UsageError
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.opened import OnOpen, listening
 from echograph.frontend.scripts.values import NoteTaker
@@ -82,10 +83,11 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
         rows = {name: file for name, file in fakes.data.items() if name not in (*_IMAGES, *_WORDS_OF)}
         if rows:
             package = _package("datasets")
-            for owner in (package, importlib.import_module("datasets.load")):
+            for owner in (package, _package("datasets.load")):
                 stack.enter_context(patched(owner, "load_dataset", lambda f: _rows(rows, fakes.asked, f, note)))
-            if importlib.util.find_spec("evaluate") is not None:
-                stack.enter_context(patched(_package("evaluate"), "load", lambda _: lambda *_, **__: _Metric()))
+            stack.enter_context(once_imported("evaluate", _metrics))
+            hub = _package("huggingface_hub")
+            stack.enter_context(patched(hub, "snapshot_download", partial(_of_data, rows, fakes, note)))
         stack.enter_context(once_imported("torchvision.datasets", partial(_published, fakes, note)))
         stack.enter_context(once_imported("tiktoken.registry", _known_anew))
         stack.enter_context(once_imported("tiktoken_ext.openai_public", partial(_encodings, fakes, note)))
@@ -99,12 +101,30 @@ def installed(fakes: Fakes, note: NoteTaker) -> Iterator[None]:
             stack.enter_context(replaced(constants, "HF_HUB_CACHE", folder))
             stack.enter_context(replaced(constants, "HF_HUB_OFFLINE", True))
             if importlib.util.find_spec("transformers") is not None:
-                asked = importlib.import_module("transformers.utils.hub")
+                asked = _package("transformers.utils.hub")
                 if hasattr(asked, "TRANSFORMERS_CACHE"):  # before 5 it keeps a place of its own
                     stack.enter_context(replaced(asked, "TRANSFORMERS_CACHE", folder))
                 for function in _LOOKING:
                     stack.enter_context(patched(asked, function, partial(_kept_in, folder, fakes.weights)))
         yield
+
+
+def _of_data(
+    rows: Collection[str], fakes: Fakes, note: NoteTaker, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What fetches a folder of the hub, which of a data set that is made is there, and empty."""
+
+    def fetch(repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        if repo_id not in rows or kwargs.get("repo_type") != "dataset":
+            return original(repo_id, *args, **kwargs)
+        return str(_snapshot(_hub(fakes, note), "datasets", repo_id))
+
+    return fetch
+
+
+def _metrics() -> AbstractContextManager[None]:
+    """In the context, a metric counts nothing."""
+    return patched(sys.modules["evaluate"], "load", lambda _: lambda *_, **__: _Metric())
 
 
 _LOOKING = ("hf_hub_download", "snapshot_download", "try_to_load_from_cache")
@@ -122,7 +142,13 @@ def _kept_in(folder: str, names: Collection[str], original: Callable[..., Any]) 
 def _package(name: str) -> Any:
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         raise MissingExtraError(name.partition(".")[0], "torch", "making data of its kind")
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise CaptureError(
+            f"{name} is installed, and cannot be imported, which is what makes data: {told}"
+        ) from error
 
 
 _BY_ROWS = "any other by a few lines with its columns: {0}=rows.jsonl"
@@ -492,9 +518,9 @@ OF_DIFFUSERS = "_class_name"
 _DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 
 
-def _folder_of(name: str) -> str:
-    """Of a model, in a cache of the hub."""
-    return f"models--{name.replace('/', '--')}"
+def _folder_of(name: str, kind: str = "models") -> str:
+    """Of a model, or of what else is there, in a cache of the hub."""
+    return f"{kind}--{name.replace('/', '--')}"
 
 
 def _hub(fakes: Fakes, note: NoteTaker) -> Path:
@@ -510,15 +536,21 @@ def _hub(fakes: Fakes, note: NoteTaker) -> Path:
     for there in own.iterdir() if own.is_dir() else ():
         (folder / there.name).symlink_to(there)
     for name, config in fakes.weights.items():
-        at = folder / _folder_of(name)
-        at.unlink(missing_ok=True)
-        snapshot = at / "snapshots" / _REVISION
-        snapshot.mkdir(parents=True)
-        (at / "refs").mkdir()
-        (at / "refs" / "main").write_text(_REVISION)
-        _model(config, snapshot)
+        _model(config, _snapshot(folder, "models", name))
     _hubs[id(fakes)] = fakes, folder
     return folder
+
+
+def _snapshot(hub: Path, kind: str, name: str) -> Path:
+    """The folder that a cache of the hub has of a model or a data set: what is there is its newest."""
+    at = hub / _folder_of(name, kind)
+    if at.is_symlink():  # to the user's own
+        at.unlink()
+    snapshot = at / "snapshots" / _REVISION
+    snapshot.mkdir(parents=True, exist_ok=True)
+    (at / "refs").mkdir(exist_ok=True)
+    (at / "refs" / "main").write_text(_REVISION)
+    return snapshot
 
 
 def _model(given: Mapping[str, Any], folder: Path) -> None:

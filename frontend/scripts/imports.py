@@ -23,6 +23,7 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.installed import package_of
 from echograph.frontend.scripts.values import NoteTaker
 
 _OWN = str(Path(__file__).parent.parent.parent.resolve())
@@ -139,11 +140,11 @@ def _may_wait(frame: FrameType, name: str, error: ModuleNotFoundError) -> bool:
         found = find_spec(package)
     except ValueError:  # a stand-in
         return False
-    return found is not None and found.origin is not None and "site-packages" in Path(found.origin).parts
+    return found is not None and found.origin is not None and bool(package_of(found.origin))
 
 
 def _installed(module: ModuleType) -> bool:
-    return "site-packages" in Path(getattr(module, "__file__", None) or "").parts
+    return bool(package_of(getattr(module, "__file__", None) or ""))
 
 
 def _of_script(frame: FrameType) -> bool:
@@ -153,7 +154,7 @@ def _of_script(frame: FrameType) -> bool:
 @cache
 def is_of_script(name: str) -> bool:
     """Of a file; PyTorch's own import in each call of an operator."""
-    return not name.startswith(_LIBRARIES) and "site-packages" not in name
+    return not name.startswith(_LIBRARIES) and not package_of(name)
 
 
 def _line(frame: FrameType) -> str:

@@ -3,21 +3,24 @@
 `torchrun`, `python -m torch.distributed.run` and `accelerate launch` end in a class of PyTorch, `deepspeed` and
 scripts that call it (gpt-neox's `deepy.py`) in a function of DeepSpeed's. The script that they were to start runs
 in their place, as one rank of the capture's world, with the arguments and the environment that they made. So does
-what a script starts as a process of its own by `torchrun`, or `accelerate launch` for one GPU by `python`.
+what a script starts by one of them as a process of its own, or in its own place (`os.execvp`), and what
+`accelerate launch` starts for one GPU by `python`.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from echograph.errors import CaptureError
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
@@ -28,21 +31,36 @@ class _Training(list[str]):
     """A command that starts a training script."""
 
 
-def _for_torchrun(command: Any) -> list[str] | None:
-    """The arguments of `torchrun` in a command that starts it; None: it is another one."""
-    if isinstance(command, str | bytes | os.PathLike):
+def _launching(command: Any) -> tuple[str, list[str]] | None:
+    """The module of the launcher that a command starts, and its arguments; None: it starts none.
+
+    Args:
+        command: its words, or, of a shell, the line of them.
+    """
+    if isinstance(command, str):
+        command = [] if _SHELLS & set(command) else shlex.split(command)
+    if isinstance(command, bytes | os.PathLike) or not command:
         return None
-    name, *arguments = map(os.fspath, command)
+    name, *arguments = (os.fsdecode(word) for word in command)
     program = Path(name).name
-    if program == "torchrun":
-        return arguments
+    if program == "accelerate" and arguments[:1] == ["launch"]:
+        return "accelerate.commands.launch", arguments[1:]
+    if program in _PROGRAMS:
+        return _PROGRAMS[program], arguments
     arguments = [part for part in arguments if part != "-u"]
-    if program.startswith("python") and arguments[:1] == ["-m"] and arguments[1:2] in ([m] for m in _TORCHRUN):
-        return arguments[2:]
+    if program.startswith("python") and arguments[:1] == ["-m"] and arguments[1:2] and arguments[1] in _MODULES:
+        return arguments[1], arguments[2:]
     return None
 
 
-_TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
+_DEEPSPEED = "deepspeed.launcher.runner"
+_PROGRAMS = {
+    "torchrun": "torch.distributed.run",
+    "accelerate-launch": "accelerate.commands.launch",
+    "deepspeed": _DEEPSPEED,
+}
+_MODULES = (*_PROGRAMS.values(), "torch.distributed.launch")
+_SHELLS = frozenset("|&;<>()$`\n*?")
 
 
 @contextmanager
@@ -58,6 +76,13 @@ def _marked() -> Iterator[None]:
 
     with patched(sys.modules["accelerate.utils"], "prepare_simple_launcher_cmd_env", marking):
         yield
+
+
+def _run(launcher: str, arguments: Sequence[str]) -> None:
+    """Runs a launcher, whose functions stand for what starts processes."""
+    module = import_module(launcher)
+    sys.argv = [str(module.__file__), *arguments]
+    module.main()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,23 +138,53 @@ class _InPlace:
 
     def by_process(self, original: Callable[..., None]) -> Callable[..., None]:
         """Stands for the constructor of `Popen`, where it starts a launcher, or is accelerate's."""
-        from torch.distributed import run as torchrun
 
         def start(popen: Any, args: Any, *given: Any, **named: Any) -> None:
-            arguments = None if isinstance(args, _Training) else _for_torchrun(args)
-            if arguments is None and not isinstance(args, _Training):
+            launching = None if isinstance(args, _Training) else _launching(args)
+            if launching is None and not isinstance(args, _Training):
                 original(popen, args, *given, **named)
                 return
             os.environ.update(named.get("env") or {})
             os.chdir(named.get("cwd") or ".")
-            if arguments is None:
+            if launching is None:
                 os.environ.update(self.world.environment if self.world.launched else {})
                 self.command(args[1:])
             else:
-                torchrun.main(arguments)
+                _run(*launching)
+            named.pop("shell", None)
             original(popen, [sys.executable, "-IS", "-c", ""], *given, **named)  # one that has ended
 
         return start
+
+    def by_itself(self, original: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        """Stands for functions that put a program in the place of the process (`os.execvp`)."""
+
+        def execute(file: Any, args: Any, *environment: Mapping[str, str]) -> NoReturn:
+            launching = _launching(args)
+            if launching is None:
+                original(file, args, *environment)
+            os.environ.update(*environment)
+            _run(*launching)
+            raise SystemExit(0)
+
+        return execute
+
+    def by_shell(self, original: Callable[[Any], int]) -> Callable[[Any], int]:
+        """Stands for `os.system`."""
+
+        def start(command: Any) -> int:
+            launching = _launching(command)
+            if launching is None:
+                return original(command)
+            _run(*launching)
+            return 0
+
+        return start
+
+    def of_deepspeed(self) -> AbstractContextManager[None]:
+        """In the context, the launcher of DeepSpeed runs what it launches."""
+        module = sys.modules[_DEEPSPEED]
+        return patched(module, "main", self.by_deepspeed(module))
 
     def by_deepspeed(self, module: Any) -> Callable[[Any], Callable[..., None]]:
         """Stands for the `main` of DeepSpeed's launcher."""
@@ -161,8 +216,8 @@ def in_place(world: World, started: list[Path]) -> Iterator[None]:
             stack.enter_context(replaced(owner, "elastic_launch", stands.by_torch))
         stack.enter_context(patched(subprocess.Popen, "__init__", stands.by_process))
         stack.enter_context(once_imported("accelerate.utils", _marked))
-        if "deepspeed" in sys.modules:
-            from deepspeed.launcher import runner
-
-            stack.enter_context(patched(runner, "main", stands.by_deepspeed(runner)))
+        for name in ("execv", "execve", "execvp", "execvpe"):
+            stack.enter_context(patched(os, name, stands.by_itself))
+        stack.enter_context(patched(os, "system", stands.by_shell))
+        stack.enter_context(once_imported(_DEEPSPEED, stands.of_deepspeed))
         yield

@@ -269,7 +269,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     Args:
         mode: of the fake tensors.
         step: which training step, counted from 1.
-        moves: whether the next one is recorded where that step evaluates or samples first, as none before it.
+        moves: whether the next one is recorded where that step evaluates or samples first, as none before it, or
+            where one of several optimizers makes its state.
         whole: let the script go on after it.
         counts_optimizer_steps: whether steps end where optimizers' do, or where `step_ends` is called.
         results: of operators, as other runs learnt them (`frontend.pytorch.shapes`); those to come are added.
@@ -345,6 +346,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._without_gradients: list[str] = []
         self._living: list[tuple[Node, list[Node]]] = []
         self._moves, self._learnt = moves, False
+        self._moves_by_states, self._stateless = moves, False
 
     # -- what adapters say -----------------------------------------------------------------------------------
 
@@ -561,14 +563,14 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         if not self._moves or self._learnt:
             return
         if self._recording:
-            self._put_off(line_of_script())
+            self._put_off("runs modules without gradients, as none before it did (samples, an evaluation)")
         self._moves = False
 
-    def _put_off(self, line: str) -> None:
+    def _put_off(self, why: str) -> None:
         """The next step is recorded, and nothing of this one is."""
         self.note(
-            f"{line}: step {self._step} runs modules without gradients, as none before it did (samples, an "
-            f"evaluation): step {self._step + 1} is recorded; --step {self._step} records this one"
+            f"{line_of_script()}: step {self._step} {why}: step {self._step + 1} is recorded; --step {self._step} "
+            "records this one"
         )
         self._recording, self._step = False, self._step + 1
         self.graph, self._first_call = Graph(), None
@@ -616,6 +618,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.memory.add_optimizer(stepping)
         if self._recording and not self._optimizing:
             self._check_gradients(stepping)
+        if not self._optimizing:
+            self._stateless = not stepping.state
         self._optimizing += 1
 
     def _optimizer_ends(self, stepping: Optimizer, *_: Any) -> None:
@@ -626,6 +630,10 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             self._pace = stepping
         if self._counts and stepping is self._pace:
             self.step_ends()
+        elif self._counts and self._moves_by_states and self._recording and self._stateless and stepping.state:
+            # As of a GAN, whose generator's first step comes behind the discriminator's.
+            self._moves_by_states = False
+            self._put_off("is the first of an optimizer, which makes its state")
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

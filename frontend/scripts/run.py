@@ -51,6 +51,7 @@ from echograph.frontend.scripts import (
 from echograph.frontend.scripts.adapter import Adapter, once_imported, patched, replaced, unpatched
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
+from echograph.frontend.scripts.installed import package_of
 from echograph.frontend.scripts.recorder import PassingRecorder, ScriptRecorder, StepRecorded
 from echograph.frontend.scripts.world import World
 
@@ -68,7 +69,8 @@ class Script:
         module: its dotted name, where it is run as `python -m` does; "": as a file.
         arguments: what it finds behind its name in `sys.argv`.
         step: which training step is recorded, counted from 1.
-        moves: whether it is the next one, if that one evaluates or samples first, as none before it.
+        moves: whether it is the next one, if that one evaluates or samples first, as none before it, or makes the
+            state of one of several optimizers.
         whole: whether it goes on after that step.
         host: prices what the script's own work is for the host; None: that is not counted.
         strict: whether what is unlikely to be meant (`checks`) is an error.
@@ -431,11 +433,7 @@ def script_line(path: Path, error: BaseException) -> str:
     folder = path.resolve().parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         here = Path(frame.filename).resolve()
-        if (
-            not frame.filename.startswith("<")
-            and here.is_relative_to(folder)
-            and "site-packages" not in here.parts
-        ):
+        if not frame.filename.startswith("<") and here.is_relative_to(folder) and not package_of(str(here)):
             return f"{here.relative_to(folder)}:{frame.lineno}"
     return ""
 

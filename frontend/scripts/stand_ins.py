@@ -55,7 +55,7 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
         with (
             once_imported(_LOSSES, partial(_by_pytorch, note)),
             once_imported("torchmetrics.metric", partial(_valid, note)),
-            once_imported(_LOADING, partial(_in_python, note)),
+            once_imported(_TORCHAUDIO, partial(_in_python, note)),
         ):
             yield
     finally:
@@ -103,24 +103,24 @@ def _valid(note: NoteTaker) -> Iterator[None]:
         del kind.validate_args
 
 
-_LOADING = "torchaudio._extension.utils"
+_TORCHAUDIO, _COMPILED = "torchaudio._extension.utils", "libtorchaudio"
 
 
 @contextmanager
 def _in_python(note: NoteTaker) -> Iterator[None]:
-    """In the context, torchaudio that is built for another PyTorch, or for GPUs, has what it has in Python."""
+    """In the context, torchaudio goes on without compiled operators that are for another PyTorch."""
 
     def loading(original: Callable[[str], bool]) -> Callable[[str], bool]:
-        def load(lib: str) -> bool:
+        def load(library: str) -> bool:
             try:
-                return original("libtorchaudio") and original(lib)  # without the former it takes no other
+                return original(_COMPILED) and original(library)
             except OSError:
-                note("torchaudio is built for another PyTorch: of it there is what is in Python alone")
+                note("torchaudio's compiled operators are for another PyTorch: what it has in Python is taken")
                 return False
 
         return load
 
-    with patched(sys.modules[_LOADING], "_load_lib", loading):
+    with patched(sys.modules[_TORCHAUDIO], "_load_lib", loading):
         yield
 
 

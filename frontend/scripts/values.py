@@ -42,6 +42,7 @@ from echograph.frontend.pytorch.known_values import (
 from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.assertions import bounded, extreme, goes_round, holds, writes_back
 from echograph.frontend.scripts.found import ALL
+from echograph.frontend.scripts.installed import package_of
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
@@ -188,8 +189,8 @@ def _going_on() -> bool | None:
     required = None if frame is None else holds(frame)
     if required is not None:
         _NOTE.get(_nobody)(
-            f"{asked()} raises or prints by values, which a capture does not have, or keeps the best of them: it "
-            "is taken to do neither, and what comes is better"
+            f"{asked()} raises, prints or counts by values, which a capture does not have, or keeps the best of "
+            "them: it is taken to do none of it, and what comes is better"
         )
     return required
 
@@ -251,7 +252,7 @@ def caller() -> str | None:
     if frame is None:
         return None
     name = frame.f_code.co_filename
-    library = name.startswith(_TORCH) or "site-packages" in name
+    library = name.startswith(_TORCH) or bool(package_of(name))
     return None if library else f"{Path(name).name}:{frame.f_lineno}"
 
 
@@ -271,7 +272,7 @@ def line_of_script() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_OWN, _TORCH, _PYTHON, "<")) and "site-packages" not in name:
+        if not name.startswith((_OWN, _TORCH, _PYTHON, "<")) and not package_of(name):
             return f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

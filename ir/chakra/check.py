@@ -16,7 +16,7 @@ import numpy as np
 
 from echograph.ir.chakra.dry_run import dry_run, who_waits
 from echograph.ir.chakra.messages import CommType, NodeType
-from echograph.ir.chakra.reader import ABSENT, RankTrace, Traces, group_name, ranks_of
+from echograph.ir.chakra.reader import ABSENT, RankTrace, Traces, group_name, ranks_of_group
 from echograph.ir.chakra.writer import LEAST_GATHER_BYTES, MAX_TAGS, MOST_GROUPS
 from echograph.ir.columns import NONE, Int64
 
@@ -250,7 +250,7 @@ def _wrong_group(traces: Traces, rank: int, group: int) -> str | None:
         return f"names group {named}, and there is no {traces.groups_path.name}"
     if named not in traces.groups:
         return f"names group {named}, which {traces.groups_path.name} does not have"
-    if rank not in ranks_of(traces, named):
+    if rank not in ranks_of_group(traces, named):
         return f"names group {named}, which rank {rank} is not in"
     return None
 
@@ -360,7 +360,7 @@ def collectives_agree(traces: Traces) -> Iterator[Finding]:
                     f"rank {trace.rank} runs {len(rows)} collectives of {_group(name)}, others {usual}, and hangs"
                 )
                 yield at_node(traces, trace, rows[-1], what, _SAME)
-        silent = [rank for rank in ranks_of(traces, name) if rank not in ran and rank in traced]
+        silent = [rank for rank in ranks_of_group(traces, name) if rank not in ran and rank in traced]
         if silent:
             trace, rows = sides[0]
             more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
@@ -375,7 +375,7 @@ def _by_group(traces: Traces) -> dict[str, list[Side]]:
         collectives = (trace.type == NodeType.COLLECTIVE) & ~trace.host
         for group in np.unique(trace.group[collectives]).tolist():
             rows = trace.ascending(collectives & (trace.group == group)).tolist()
-            if trace.rank in ranks_of(traces, name := group_name(traces, trace, rows[0])):
+            if trace.rank in ranks_of_group(traces, name := group_name(traces, trace, rows[0])):
                 found[name].append((trace, rows))
     return found
 

@@ -16,7 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.ir.chakra.messages import NodeType
-from echograph.ir.chakra.reader import ABSENT, RankTrace, Traces, followers, group_called, group_name, ranks_of
+from echograph.ir.chakra.reader import (
+    ABSENT,
+    RankTrace,
+    Traces,
+    followers,
+    group_called,
+    group_name,
+    ranks_of_group,
+)
 from echograph.ir.columns import NONE, Int64, expand_ranges
 
 NS_PER_US = 1000
@@ -129,7 +137,7 @@ def _said(traces: Traces, wait: Wait) -> str:
 class _Run:
     def __init__(self, traces: Traces, *, buffered: bool = True, lanes: bool = True) -> None:
         self.traces, self.buffered, self.lanes = traces, buffered, lanes
-        self.members = {name: frozenset(ranks_of(traces, name)) for name in ("", *(traces.groups or ()))}
+        self.members = {name: frozenset(ranks_of_group(traces, name)) for name in ("", *(traces.groups or ()))}
         self.groups = [group_called(named) for named in traces.groups_named]
         shapes: dict[int, _Shape] = {}
         self.ranks: dict[int, _Rank] = {}

@@ -100,7 +100,7 @@ _FIELDS = {
 _BY_TYPE = {bool: "bool", int: "int64", float: "double", str: "string", bytes: "bytes"}
 
 
-def write(
+def write_nodes(
     path: Path | str, nodes: Iterable[ChakraNode], metadata: Mapping[str, AttributeValue] | None = None
 ) -> int:
     """Writes the trace of a rank whole or not at all; returns the bytes written.
@@ -180,7 +180,7 @@ def _attribute(name: str, value: AttributeValue) -> pb.AttributeProto:
     return attribute
 
 
-def read(path: Path | str) -> Iterator[ChakraNode]:
+def read_nodes(path: Path | str) -> Iterator[ChakraNode]:
     """The nodes of a file, one at a time.
 
     Raises:
@@ -511,7 +511,9 @@ def split(data: bytes) -> Messages:
     return Messages(begins, ends, at, odd=False)
 
 
-def decode(data: bytes, begins: Sequence[int], ends: Sequence[int], names: Mapping[str, bool]) -> NodeColumns:
+def decode_nodes(
+    data: bytes, begins: Sequence[int], ends: Sequence[int], names: Mapping[str, bool]
+) -> NodeColumns:
     """Nodes from their messages.
 
     Args:

@@ -25,11 +25,11 @@ from echograph.ir.chakra.messages import (
     AttributeValue,
     ChakraNode,
     NodeColumns,
-    decode,
     decode_metadata,
+    decode_nodes,
     eights,
-    read,
     read_metadata,
+    read_nodes,
     split,
     varints,
 )
@@ -205,7 +205,7 @@ def group_called(named: AttributeValue | None) -> str:
     return named if isinstance(named, str) else "?"
 
 
-def ranks_of(traces: Traces, name: str) -> tuple[int, ...]:
+def ranks_of_group(traces: Traces, name: str) -> tuple[int, ...]:
     """The ranks of a group; none where there is no such group."""
     return (traces.groups or {}).get(name, ()) if name else tuple(trace.rank for trace in traces.ranks)
 
@@ -498,7 +498,7 @@ def _decode(pieces: Sequence[_Piece], shared: _Shared) -> None:
         begins += [at + begin for begin in piece.begins] if at else piece.begins
         ends += [at + end for end in piece.ends] if at else piece.ends
         at += len(piece.data)
-    found = decode(b"".join(piece.data for piece in pieces), begins, ends, _COLUMNS)
+    found = decode_nodes(b"".join(piece.data for piece in pieces), begins, ends, _COLUMNS)
     window = _Window(found, _as_columns(found))
     low = at = 0
     for piece in pieces:
@@ -720,7 +720,7 @@ def _read_rank(rank: int, path: Path, shared: _Shared) -> RankTrace:
     names, groups, numbers = array("i"), array("i"), {name: array("q") for name in _NUMBERS}
     types, hosts, dims = bytearray(), bytearray(), bytearray()
     deps = [(array("q", [0]), array("Q")) for _ in range(2)]
-    for node in read(path):
+    for node in read_nodes(path):
         shared.count(path, node)
         ids.append(node.id)
         names.append(shared.name(path, node))

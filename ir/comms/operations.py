@@ -31,7 +31,7 @@ _KINDS = {
 }
 
 
-def kind_of(operation: str) -> CollectiveKind | None:
+def collective_of_operation(operation: str) -> CollectiveKind | None:
     """What a graph calls an operation of torch.distributed ("reduce_scatter_tensor"); None for what it has not."""
     return _KINDS.get(base_operation(operation))
 

@@ -171,7 +171,7 @@ class ContextWriter(ExtentWriter):
         return makers.pop()
 
 
-def part_of(tensor: t.Tensor, share: int) -> t.Tensor:
+def sequence_shard(tensor: t.Tensor, share: int) -> t.Tensor:
     """A tensor like another with 1/share of its positions."""
     shape = (*tensor.shape[:POSITIONS], tensor.shape[POSITIONS] // share, *tensor.shape[POSITIONS + 1 :])
     return replace(tensor, shape=shape)
@@ -249,7 +249,7 @@ class Ring:
             pair = self._unpack(op, buffer, (key[1], value[1])) if number else (key, value)
             if number + 1 < len(steps):
                 buffer = self._exchange(op, buffer, _KEYS, towards=1)
-            made = [writer.new(part_of(like, step.queries)) for like in (result, sums)]
+            made = [writer.new(sequence_shard(like, step.queries)) for like in (result, sums)]
             rest = () if number else [writer.operand(i) for i in op.outputs[2:]]
             read = [*self._chunk(op, step.queries, query), *self._chunk(op, step.keys, *pair)]
             self._attention(op, step, read, [*made, *rest], first=not number)
@@ -279,8 +279,8 @@ class Ring:
             first, second, third = self._chunk(op, step.queries, gradient, query, result)
             (fourth,), read = self._chunk(op, step.queries, sums), self._chunk(op, step.keys, *pair)
             made = [
-                writer.new(part_of(writer.local(op.outputs[0]), step.queries)),
-                *(writer.new(part_of(writer.local(i), step.keys)) for i in op.outputs[1:3]),
+                writer.new(sequence_shard(writer.local(op.outputs[0]), step.queries)),
+                *(writer.new(sequence_shard(writer.local(i), step.keys)) for i in op.outputs[1:3]),
             ]
             self._attention(op, step, [first, second, *read, third, fourth, *rest], made, first=not number)
             query_total = self._add(op, query[1], query_total, made[0])
@@ -324,7 +324,7 @@ class Ring:
         """All positions of tensors, or copies of one of their two chunks, by one kernel."""
         if share == 1:
             return list(operands)
-        made = [self.writer.new(part_of(like, share)) for _, like in operands]
+        made = [self.writer.new(sequence_shard(like, share)) for _, like in operands]
         nbytes = sum(like.nbytes for _, like in made)
         self.writer.kernel(op, "aten.clone", operands, made, (nbytes, nbytes))
         return made

@@ -68,9 +68,9 @@ from echograph.ir.passes.model import (
     ProgramPoint,
     adds_up,
     axes_group,
-    buffer_bytes,
     final_gradients,
     first_reads,
+    model_buffer_bytes,
     overflow_flags,
     ready_gradients,
     reduction_axes,
@@ -1227,7 +1227,7 @@ class ProgramWriter:
 
     def _broadcast_buffers(self) -> None:
         """Rank 0's buffers go to all others before the forward pass that is reduced."""
-        builder, nbytes = self.builder, buffer_bytes(self.graph)
+        builder, nbytes = self.builder, model_buffer_bytes(self.graph)
         if nbytes == 0 or not self.options.broadcast_buffers:
             return
         group, stream = axes_group(builder, reduction_axes(self.mesh, ()))

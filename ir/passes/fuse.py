@@ -35,9 +35,11 @@ from echograph.ir.passes.fold import LABEL
 from echograph.ir.passes.fuse_loss import fuse_losses
 from echograph.ir.passes.rewrite import StepWriter, issued
 
+RESCALE = "fp8.rescale"
+"""Applies scales of rows and of columns to the result of a product of 8-bit operands."""
 _MOVES = ("aten.cat", "aten.slice_backward", "aten.clone")
 _POINTWISE = {
-    *_MOVES,
+    *_MOVES, RESCALE,
     "aten._to_copy", "aten.abs", "aten.add", "aten.clamp", "aten.cos", "aten.div", "aten.eq", "aten.exp",
     "aten.gelu", "aten.gelu_backward", "aten.ge", "aten.gt", "aten.le", "aten.log", "aten.lt",
     "aten.masked_fill", "aten.maximum", "aten.minimum", "aten.mul", "aten.native_dropout_backward", "aten.ne",
@@ -54,6 +56,8 @@ _MAKERS = {"modules": "fused", "layers": "compiled", "step": "compiled"}
 _RANDOM = "aten.native_dropout"
 DRAWS = "dropout"
 """How the names of a compiler's kernels begin that draw random numbers, one an element."""
+RESCALED = "rescaled"
+"""How the names of kernels begin that apply scales to results of products."""
 FUSED, COMPILED = "fused", "compiled"
 """Who makes kernels of a captured job's region: a library one, by hand, or a compiler as few as it can."""
 
@@ -587,12 +591,14 @@ class _Writer(StepWriter):
         kept = [index for index in made if index in traffic.outside]
         last = graph.ops[kernel.rows[-1]]
         forward = next((f for row in kernel.rows if (f := int(graph.ops.forward_op[row])) != NONE), None)
-        name = last.name.removeprefix("aten.")
+        name = last.name.rpartition(".")[2]
         if kernel.reduced:
             name = "norm_backward" if last.phase == t.Phase.BACKWARD else "norm"
         prefix = self.prefixes.get(last.id, self.prefix)
         if prefix == COMPILED and any(graph.ops[row].name == _RANDOM for row in kernel.rows):
             name = f"{DRAWS}_{name}"
+        if any(graph.ops[row].name == RESCALE for row in kernel.rows):
+            name = f"{RESCALED}_{name}"
         new = self.builder.compute(
             f"{prefix}.{name}",
             phase=last.phase,

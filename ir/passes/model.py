@@ -141,7 +141,7 @@ def updated_parameters(graph: Graph, calls: Int64) -> dict[int, int]:
     found: dict[int, int] = {}
     for _, (block, _, _, instance, _), op in _runs_of(calls, distinct(outputs.rows[updates])):
         for row in made[op]:
-            found[memory(graph, block, instance, row)] = graph.tensor_id(block, instance, row)
+            found[graph.tensor_id(*graph.owner(block, instance, row))] = graph.tensor_id(block, instance, row)
     return found
 
 
@@ -163,17 +163,10 @@ def first_reads(graph: Graph, calls: Int64, memories: set[int]) -> dict[int, Pro
     first = int(calls[:, 4].min()) if len(calls) else 0
     for number, (block, _, _, instance, _), op in _runs_of(calls, distinct(inputs.rows[its]), first):
         for row in read[op]:
-            where = memory(graph, block, instance, row)
+            where = graph.tensor_id(*graph.owner(block, instance, row))
             if where in memories:
                 found.setdefault(where, (number, op))
     return found
-
-
-def memory(graph: Graph, block: int, instance: int, row: int) -> int:
-    """The id of the tensor that owns a tensor's memory, through views and ports."""
-    while graph.tensors.port[row := int(graph.root[row])]:
-        block, instance, row = graph.locate_tensor(graph.tensor_id(block, instance, row))
-    return graph.tensor_id(block, instance, row)
 
 
 def _runs_of(calls: Int64, ops: Int64, micro_batch: int | None = None) -> Iterator[tuple[int, Call, int]]:
@@ -201,7 +194,7 @@ def split_at_optimizer(graph: Graph, calls: Int64) -> tuple[Int64, Int64]:
     return passes if passes[-1, 1] < cut else passes[:-1], update
 
 
-def buffer_bytes(graph: Graph) -> int:
+def model_buffer_bytes(graph: Graph) -> int:
     """Bytes of all buffers that the model has, not those that its operations make."""
     total = 0
     for block in graph.blocks:

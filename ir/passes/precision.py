@@ -9,9 +9,12 @@ layer whose tokens or features are no multiples of 16, or of a longer block, sta
   writes the copies that the phase needs, transposed or not, at once. Output gradients are e5m2 (the hybrid
   format), all else is e4m3.
 - "fp8-rowwise": one scale a row of each operand, e4m3. A row's maximum is found by the kernel that casts it; along
-  columns it is a pass of its own. Products of backward run with scales of one, and an elementwise operation scales
-  their result (pytorch/ao, float8/float8_ops.py, addmm_float8_unwrapped, since December 2024: the kernel with
-  scales of rows is slow where sums leave the tensor core).
+  columns it is a pass of its own. Products of backward run with scales of one, and an elementwise operation,
+  `fp8.rescale`, scales their result (pytorch/ao, float8/float8_ops.py, addmm_float8_unwrapped, since December
+  2024: the kernel with scales of rows is slow where sums leave the tensor core). Where tensor-parallel ranks
+  share what a product sums over, so that its result is reduced over them, they agree on the maxima of both
+  operands' rows first, by an all-reduce of numbers in fp64, and the cast is a kernel of its own after that (so
+  DTensor redistributes a maximum along a shared dimension, and torchao finds scales in fp64).
 - "fp8-blockwise": one scale for each 128 elements of a row, and for each 128 x 128 of a weight (DeepSeek-V3).
 - "mxfp8": one power of two for each 32 elements of a row, e4m3 (Blackwell and later).
 - "nvfp4": e2m1, two elements a byte, with a scale for each 16 of a row (e4m3) beside one of the tensor, whose
@@ -64,6 +67,7 @@ from echograph.errors import PlanError, UnavailableError, UnknownNameError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.fuse import RESCALE
 from echograph.ir.passes.model import final_gradients, find_layers
 from echograph.ir.passes.rewrite import StepWriter
 
@@ -249,6 +253,7 @@ class _NarrowProducts(StepWriter):
                 )
         self.copies: dict[tuple[object, bool], tuple[int, ...]] = {}
         self.scales: dict[int, int] = {}
+        self.agreeing = self._of_shared_sums() if self.recipe.scales == "row" else {}
         self.gathered: dict[int, t.DType] = self._gathered_for_products() if self.recipe.gathers else {}
 
     def _gathered_for_products(self) -> dict[int, t.DType]:
@@ -269,6 +274,22 @@ class _NarrowProducts(StepWriter):
             whole = all(self.finder.base(index) == base for index in views)
             if whole and all(base in {o.base for o in self.products.get(row, ())} for row in ends):
                 found |= dict.fromkeys(views, dtype)
+        return found
+
+    def _of_shared_sums(self) -> dict[tuple[object, bool], t.Collective]:
+        """Copies for products that sum over a rank's share of a dimension, with what reduces the results."""
+        graph, found = self.graph, dict[tuple[object, bool], t.Collective]()
+        reductions = (t.CollectiveKind.REDUCE_SCATTER, t.CollectiveKind.ALL_REDUCE)
+        for op in graph.ops:
+            left = list(op.inputs) if isinstance(op, t.Collective) and op.collective in reductions else []
+            while left:
+                row = int(graph.maker[left.pop()])
+                if row in self.products:
+                    assert isinstance(op, t.Collective)
+                    product = graph.ops[row]
+                    found |= {(self._scope(o, product), o.columns): op for o in self.products[row]}
+                elif row != NONE and (graph.ops.is_view[row] or graph.ops[row].name in ("aten.add", "aten.cat")):
+                    left += graph.ops.inputs.row(row)
         return found
 
     def tensor(self, index: int, **changes: object) -> int:
@@ -321,7 +342,7 @@ class _NarrowProducts(StepWriter):
         (made,) = (self.graph.tensors[i] for i in op.outputs)
         unscaled = self._new("unscaled", made.shape, made.dtype)
         self.copy(op, inputs=list(operands), outputs=[unscaled])
-        self._kernel("aten.mul", op, (unscaled, *scales), (self.tensor(made.id),), made.nbytes, made.nbytes)
+        self._kernel(RESCALE, op, (unscaled, *scales), (self.tensor(made.id),), made.nbytes, made.nbytes)
 
     def _grouped(self, op: t.Compute) -> None:
         """Writes a grouped product of experts on narrow operands; one kernel makes both copies of each."""
@@ -468,12 +489,32 @@ class _NarrowProducts(StepWriter):
         made = self._new(self._named(source.name), operand.shape, operand.dtype)
         name = self._cast_name([operand])
         nbytes = self._scale_bytes(operand)
-        if self.recipe.scales == "row" and operand.columns:
+        if reduction := self.agreeing.get((scope, operand.columns)):
+            agreed = self._agreed(operand, op, reduction)
+            name = "fp8.cast_columns" if operand.columns else "fp8.cast_agreed"
+            written = source.numel + nbytes
+            self._kernel(name, op, (*read, agreed), (made, scale), source.nbytes + 2 * nbytes, written)
+        elif self.recipe.scales == "row" and operand.columns:
             self._kernel("fp8.amax_columns", op, read, (scale,), source.nbytes, nbytes)
             self._kernel("fp8.cast_columns", op, (*read, scale), (made,), source.nbytes + nbytes, source.numel)
         else:
             self._kernel(name, op, read, (made, scale), source.nbytes, source.numel + nbytes)
         self.copies[scope, operand.columns] = made, scale
+
+    def _agreed(self, operand: NarrowOperand, op: t.Compute, reduction: t.Collective) -> int:
+        """The maxima of rows that several ranks hold parts of."""
+        source, (shape, _) = self.graph.tensors[operand.base], self._scale_shape(operand)
+        own, agreed = (self._new(name, shape, t.DType.FP64) for name in ("maxima", "agreed"))
+        nbytes = t.DType.FP64.nbytes(prod(shape))
+        name = "fp8.amax_columns" if operand.columns else "fp8.amax_rows"
+        self._kernel(name, op, (self.tensor(source.id),), (own,), source.nbytes, nbytes)
+        axis, _, _ = reduction.name.partition(".")
+        self.builder.collective(
+            f"{axis}.all_reduce", t.CollectiveKind.ALL_REDUCE, group=reduction.group, bytes_per_rank=nbytes,
+            dtype=t.DType.FP64, payload=t.Payload.OTHER, asynchronous=True, phase=op.phase, module=op.module,
+            inputs=(own,), outputs=(agreed,), stream=reduction.stream,
+        )  # fmt: skip
+        return agreed
 
     def _scale_shape(self, operand: NarrowOperand) -> tuple[tuple[int, ...], t.DType]:
         rows, inner = operand.shape

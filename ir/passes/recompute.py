@@ -181,7 +181,7 @@ class Regions:
         return frozenset(outside)
 
 
-def is_allocation(tensor: t.Tensor, made: bool) -> bool:
+def is_written_in_parts(tensor: t.Tensor, made: bool) -> bool:
     """Whether a tensor stands for memory that is written part by part, so that no one operation makes it."""
     own = not made and not tensor.port and tensor.alias_of is None
     return own and tensor.role == t.TensorRole.ACTIVATION
@@ -192,7 +192,7 @@ def _makers(graph: StepGraph) -> Int64:
     made = graph.maker.copy()
     inputs = graph.ops.inputs
     for tensor in np.flatnonzero(made == NONE).tolist():
-        if is_allocation(graph.tensors[tensor], made=False):
+        if is_written_in_parts(graph.tensors[tensor], made=False):
             made[tensor] = min(inputs.rows[inputs.values == tensor].tolist(), default=NONE)
     return made
 
@@ -353,7 +353,7 @@ class _Writer(StepWriter):
         if int(self.made[index]) not in region.rows:
             return self.tensor(index)
         tensor = self.graph.tensors[index]
-        if index not in self.fresh and is_allocation(tensor, bool(self.graph.maker[index] != NONE)):
+        if index not in self.fresh and is_written_in_parts(tensor, bool(self.graph.maker[index] != NONE)):
             self.fresh[index] = self.add_tensor(tensor, None)
         return self.fresh[index] if index in self.fresh else self.tensor(index)
 

@@ -16,7 +16,7 @@ from echograph.ir.columns import Int64
 from echograph.profiler.analyses.launches import launched_work
 from echograph.profiler.analyses.statistics import DESCRIPTION, _Floats, describe
 from echograph.profiler.analyses.table import AnswerTable, from_rows, stacked
-from echograph.profiler.analyses.work import US, KernelKind, device_work, kinds
+from echograph.profiler.analyses.work import US, KernelKind, device_work, kernel_kinds
 from echograph.profiler.traces.events import EventStream
 from echograph.profiler.traces.trace import DeviceStream, Trace, TraceSet
 
@@ -156,7 +156,7 @@ def rates(work: Trace) -> Iterator[tuple[str, BandwidthSteps]]:
         work: rows on devices.
     """
     gbps = work.argument(BANDWIDTH, np.nan)
-    moving = np.flatnonzero((kinds(work) == KernelKind.MEMORY) & ~np.isnan(gbps))
+    moving = np.flatnonzero((kernel_kinds(work) == KernelKind.MEMORY) & ~np.isnan(gbps))
     sorts = np.array([sort_of_transfer(text) for text in work.strings], object)
     of_row = sorts[work.name[moving]]
     for sort, device in sorted(set(zip(of_row.tolist(), work.pid[moving].tolist(), strict=True))):

@@ -23,7 +23,7 @@ from echograph.ir.longest_path import longest_paths
 from echograph.profiler.analyses.counters import queues
 from echograph.profiler.analyses.marked_copy import _MarkedRows, exact_json, marked_copy
 from echograph.profiler.analyses.table import AnswerTable, from_rows
-from echograph.profiler.analyses.work import US, KernelKind, kinds
+from echograph.profiler.analyses.work import US, KernelKind, kernel_kinds
 from echograph.profiler.traces.relations import Stacks, call_stacks, launch_of_rows, launches, of_device_queue
 from echograph.profiler.traces.trace import CALLS, NONE, OPERATORS, Trace, TraceSet, place_of_stream
 
@@ -111,7 +111,7 @@ class CriticalGraph:
         of_kind[KernelKind.COMMUNICATION] = Bound.gpu_communication_bound
         of_kind[KernelKind.MEMORY] = Bound.gpu_memory_bound
         of_host = np.where(loads_data(self.trace, self.data_load_events), Bound.data_loading, Bound.cpu_bound)
-        of_row = np.where(self.trace.on_device, of_kind[kinds(self.trace)], of_host.astype(np.int8))
+        of_row = np.where(self.trace.on_device, of_kind[kernel_kinds(self.trace)], of_host.astype(np.int8))
         bound = np.where(self.event == NONE, np.int8(Bound.none), of_row[self.event])
         bound[self.kind == Edge.kernel_launch_delay] = Bound.gpu_kernel_launch_overhead
         bound[self.kind == Edge.kernel_kernel_delay] = Bound.gpu_kernel_kernel_overhead
@@ -493,7 +493,7 @@ _COLUMNS = ("rows", "source", "target", "kind", "weight", "event")
 _FLOWS = (Edge.dependency, Edge.kernel_launch_delay, Edge.sync_dependency)
 
 
-def save_graph(graph: CriticalGraph, path: Path) -> None:
+def save_critical_graph(graph: CriticalGraph, path: Path) -> None:
     """Keeps a graph, with the weights that it has, as arrays (.npz); the trace stays where it is.
 
     Raises:
@@ -613,7 +613,7 @@ def critical_path(
     notes = list(traces.notes)
     for rank, graph in _graphs(traces, notes, scale=scale, **window):
         if save:
-            save_graph(graph, Path(save))
+            save_critical_graph(graph, Path(save))
         rows += path_rows(rank, graph)
     return from_rows(TITLES, rows, notes)
 
@@ -652,7 +652,7 @@ def critical_path_summary(
     window |= {"launch_edges": launch_edges, "data_load_events": data_load_events}
     rows, notes = [], list(traces.notes)
     for rank, graph in _graphs(traces, notes, scale=scale, **window):
-        rows += [(rank, *row) for row in breakdown(graph)]
+        rows += [(rank, *row) for row in path_bounds(graph)]
     return from_rows(("rank", "bound_by", "duration", "percentage"), rows, notes)
 
 
@@ -671,7 +671,7 @@ def trace_with_path(traces: TraceSet, *, save: str = "", **options: Any) -> Iter
     _one_rank(traces)
     ((_, graph),) = _graphs(traces, [], **options)
     if save:
-        save_graph(graph, Path(save))
+        save_critical_graph(graph, Path(save))
     return overlaid(graph)
 
 
@@ -695,7 +695,7 @@ def path_rows(rank: int, graph: CriticalGraph) -> Iterator[tuple[Any, ...]]:
             yield (rank, index, spent, kinds_of[kind], *what, *place, titles[by])
 
 
-def breakdown(graph: CriticalGraph) -> list[tuple[str, float, float]]:
+def path_bounds(graph: CriticalGraph) -> list[tuple[str, float, float]]:
     """What a graph's path is bound by: name, microseconds and percentage of the path, the largest first."""
     path = graph.path()
     spent = np.bincount(graph.bound[path.edges], graph.weight[path.edges], len(Bound)) / US

@@ -12,7 +12,7 @@ from echograph.errors import UsageError
 from echograph.ir.intervals import coverage, union
 from echograph.profiler.analyses.statistics import groups, summary
 from echograph.profiler.analyses.table import AnswerTable, from_rows, stacked
-from echograph.profiler.analyses.work import US, KernelKind, device_work, kinds
+from echograph.profiler.analyses.work import US, KernelKind, device_work, kernel_kinds
 from echograph.profiler.traces.trace import NONE, Trace, TraceSet
 
 _KINDS = (KernelKind.COMPUTATION, KernelKind.COMMUNICATION, KernelKind.MEMORY)
@@ -33,7 +33,7 @@ def kernel_types(traces: TraceSet, *, memory: bool = True) -> AnswerTable:
     shown = _KINDS if memory else _KINDS[:2]
     total, notes = Counter[int](), list(traces.notes)
     for _, work in device_work(traces, notes):
-        kind = kinds(work)
+        kind = kernel_kinds(work)
         length, met = coverage([union(work.start[kind == k], work.end[kind == k]) for k in shown])
         for mask in np.flatnonzero(met).tolist():
             total[mask] += int(length[mask])
@@ -60,7 +60,7 @@ def kernel_breakdown(traces: TraceSet, *, top: int = 0, memory: bool = True) -> 
     """
     rows, notes = [], list(traces.notes)
     for rank, work in device_work(traces, notes):
-        kind = kinds(work)
+        kind = kernel_kinds(work)
         for shown in _KINDS if memory else _KINDS[:2]:
             own = work.rows(kind == shown)
             rows += [(*row[:6], shown.name, rank, row[6]) for row in statistics_by_name(own, top)]
@@ -98,7 +98,7 @@ def kernel_durations(traces: TraceSet) -> AnswerTable:
     notes, durations = list(traces.notes), dict[str, list[Any]]()
     kind_of: dict[str, str] = {}
     for _, work in device_work(traces, notes):
-        kind, found = kinds(work), groups(work.name)
+        kind, found = kernel_kinds(work), groups(work.name)
         for key, rows in zip(found.keys, np.split(found.order, found.first[1:]), strict=True):
             durations.setdefault(work.strings[key], []).append(work.duration[rows] / US)
             kind_of[work.strings[key]] = KernelKind(int(kind[rows[0]])).name

@@ -14,7 +14,7 @@ from echograph.ir.files import read_unpacked
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.events import whole_events
-from echograph.profiler.traces.memory_snapshot import WHAT, devices, place, read_snapshot
+from echograph.profiler.traces.memory_snapshot import WHAT, device_memories, read_snapshot, snapshot_place
 from echograph.profiler.traces.trace import LONGEST_US, Trace, TraceSet
 
 TITLES = ("rank", "ts", "device", "change_bytes", "allocated_bytes", "reserved_bytes")
@@ -97,7 +97,7 @@ def memory_timeline(traces: TraceSet) -> AnswerTable:
 
 def _snapped(trace: Trace) -> Iterator[_Said]:
     """What a snapshot says of each device, by time."""
-    for one in devices(read_snapshot(Path(trace.path))):
+    for one in device_memories(read_snapshot(Path(trace.path))):
         first = int(one.time_us[0]) if len(one.time_us) else 0
         columns = (one.time_us - first, one.change, one.allocated, one.reserved)
         for ts, change, allocated, reserved in zip(*(column.tolist() for column in columns), strict=True):
@@ -169,10 +169,10 @@ def memory_holders(traces: TraceSet, *, stack: bool = False, top: int = 0) -> An
         if trace.header.get("format") != WHAT:
             notes.append(f"rank {rank}: no memory snapshot: torch.cuda.memory._dump_snapshot() writes one")
             continue
-        for one in devices(read_snapshot(Path(trace.path))):
+        for one in device_memories(read_snapshot(Path(trace.path))):
             held: dict[str, list[int]] = {}
             for nbytes, frames in one.alive:
-                said = place(frames)
+                said = snapshot_place(frames)
                 held.setdefault(said.stack if stack else said.line, []).append(nbytes)
             whole = sum(map(sum, held.values()))
             largest = sorted(held.items(), key=lambda item: (-sum(item[1]), item[0]))

@@ -10,7 +10,7 @@ from echograph.ir.columns import Bools, Int64
 from echograph.ir.intervals import union
 from echograph.ir.types import Phase
 from echograph.profiler.analyses.table import AnswerTable, from_rows
-from echograph.profiler.analyses.work import US, KernelKind, kinds
+from echograph.profiler.analyses.work import US, KernelKind, kernel_kinds
 from echograph.profiler.traces.origins import origins
 from echograph.profiler.traces.relations import step_of_rows
 from echograph.profiler.traces.trace import NONE, OPERATORS, Trace, TraceSet
@@ -37,7 +37,7 @@ def phases(traces: TraceSet) -> AnswerTable:
             trace.of_category({"user_annotation"}) & _marks(trace, phase, loads)
         )
         device = trace.on_device
-        communicates = device & (kinds(trace) == KernelKind.COMMUNICATION)
+        communicates = device & (kernel_kinds(trace) == KernelKind.COMMUNICATION)
         for number in np.unique(step[host | device]).tolist():
             for name, of in _parts(phase, loads):
                 here = of & (step == number)

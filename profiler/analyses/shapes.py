@@ -16,7 +16,7 @@ from echograph.ir.columns import Int64
 from echograph.ir.intervals import union
 from echograph.ir.types import Attention, Convolution, DType, Gemm
 from echograph.profiler.analyses.table import AnswerTable, from_rows, stacked
-from echograph.profiler.analyses.work import US, KernelKind, kinds
+from echograph.profiler.analyses.work import US, KernelKind, kernel_kinds
 from echograph.profiler.costs.device import CostEstimate, DeviceProfile, load_device, profile_of_hardware
 from echograph.profiler.costs.estimate import DTYPE_NAMES, cost_of, in_tf32
 from echograph.profiler.traces import read_trace
@@ -53,7 +53,7 @@ def device_calls(trace: Trace, found: Origins) -> list[DeviceCall]:
 
     An operator that was captured in a CUDA graph is called by each launch of that.
     """
-    works = np.flatnonzero(trace.on_device & (kinds(trace) != KernelKind.COMMUNICATION))
+    works = np.flatnonzero(trace.on_device & (kernel_kinds(trace) != KernelKind.COMMUNICATION))
     of: dict[tuple[int, int], list[int]] = defaultdict(list)
     alone = []
     for row in works.tolist():

@@ -19,8 +19,8 @@ from echograph.ir.columns import Bools, Int64
 from echograph.ir.intervals import union
 from echograph.ir.types import Phase
 from echograph.profiler.analyses.shapes import described_calls, device_calls
-from echograph.profiler.analyses.work import KernelKind, kinds
-from echograph.profiler.traces.collectives import collectives, kind_of
+from echograph.profiler.analyses.work import KernelKind, kernel_kinds
+from echograph.profiler.traces.collectives import collective_of_kernel, collectives
 from echograph.profiler.traces.events import details
 from echograph.profiler.traces.operands import TORCH_DTYPES
 from echograph.profiler.traces.origins import Origins, origins
@@ -139,7 +139,7 @@ def traced_steps(trace: Trace) -> list[TracedStep]:
     if not numbers:
         of_row, numbers = np.zeros(len(trace), np.int64), [0]
     calls = [*_computations(trace, found), *_transfers(trace, found)]
-    works, kind = np.flatnonzero(trace.on_device), kinds(trace)
+    works, kind = np.flatnonzero(trace.on_device), kernel_kinds(trace)
     chosen = {number: works[of_row[works] == number] for number in numbers}
     chosen = {number: rows for number, rows in chosen.items() if len(rows)}
     lengths = _lengths(trace, chosen, dict(zip(marks.number.tolist(), marks.end.tolist(), strict=True)))
@@ -266,7 +266,7 @@ def _summed(trace: Trace) -> tuple[int, str]:
     """Elements and type of what is all-reduced in a step, by calls of the host: a lone rank launches nothing."""
     name, count, types = (trace.argument(key) for key in ("Collective name", "In msg nelems", "dtype"))
     rows = np.flatnonzero(trace.of_category(OPERATORS) & (name != NONE) & (count >= _LEAST_GRADIENTS))
-    rows = rows[[kind_of(trace.strings[int(code)]) == "all_reduce" for code in name[rows].tolist()]]
+    rows = rows[[collective_of_kernel(trace.strings[int(code)]) == "all_reduce" for code in name[rows].tolist()]]
     if not len(rows):
         return 0, ""
     steps = profiler_steps(trace)

@@ -9,7 +9,7 @@ import numpy as np
 
 from echograph.errors import UsageError
 from echograph.profiler.analyses.table import AnswerTable, from_rows
-from echograph.profiler.analyses.work import US, KernelKind, kinds
+from echograph.profiler.analyses.work import US, KernelKind, kernel_kinds
 from echograph.profiler.traces.relations import profiler_steps, step_of_rows
 from echograph.profiler.traces.trace import Trace, TraceSet
 
@@ -91,7 +91,12 @@ def stragglers(traces: TraceSet, *, candidates: int = 2) -> AnswerTable:
 def _collectives(trace: Trace, least: float) -> list[tuple[_Key, int, _Collective]]:
     devices = {pid: at for at, pid in enumerate(np.unique(trace.pid[trace.on_device]).tolist())}
     step = step_of_rows(trace)
-    chosen = trace.on_device & (kinds(trace) == KernelKind.COMMUNICATION) & (step >= 0) & (trace.duration >= least)
+    chosen = (
+        trace.on_device
+        & (kernel_kinds(trace) == KernelKind.COMMUNICATION)
+        & (step >= 0)
+        & (trace.duration >= least)
+    )
     rows = np.flatnonzero(chosen)
     rows = rows[np.argsort(trace.start[rows], kind="stable")]
     return [

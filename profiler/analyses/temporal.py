@@ -6,7 +6,7 @@ import numpy as np
 
 from echograph.ir.intervals import coverage, union
 from echograph.profiler.analyses.table import AnswerTable, from_rows
-from echograph.profiler.analyses.work import US, KernelKind, device_work, kinds
+from echograph.profiler.analyses.work import US, KernelKind, device_work, kernel_kinds
 from echograph.profiler.traces.trace import TraceSet
 
 TITLES = (
@@ -33,7 +33,7 @@ def temporal_breakdown(traces: TraceSet) -> AnswerTable:
     """
     rows, notes = [], list(traces.notes)
     for rank, work in device_work(traces, notes):
-        computes = kinds(work) == KernelKind.COMPUTATION
+        computes = kernel_kinds(work) == KernelKind.COMPUTATION
         whole = int(work.end.max() - work.start.min())
         busy = union(work.start, work.end).length
         compute = union(work.start[computes], work.end[computes]).length
@@ -55,7 +55,7 @@ def communication_overlap(traces: TraceSet) -> AnswerTable:
     """
     rows, notes = [], list(traces.notes)
     for rank, work in device_work(traces, notes):
-        kind = kinds(work)
+        kind = kernel_kinds(work)
         sets = [
             union(work.start[kind == k], work.end[kind == k])
             for k in (KernelKind.COMPUTATION, KernelKind.COMMUNICATION)
@@ -81,7 +81,7 @@ def rank_times(traces: TraceSet) -> AnswerTable:
     rows, notes = [], list(traces.notes)
     shown = (KernelKind.COMPUTATION, KernelKind.COMMUNICATION, KernelKind.MEMORY)
     for rank, work in device_work(traces, notes):
-        kind = kinds(work)
+        kind = kernel_kinds(work)
         length, _ = coverage([union(work.start[kind == k], work.end[kind == k]) for k in shown])
         whole = int(work.end.max() - work.start.min())
         alone, copies = int(length[_COMPUTES]), int(length[1 << KernelKind.MEMORY])

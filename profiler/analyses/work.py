@@ -37,7 +37,7 @@ def kind_of_name(name: str) -> KernelKind:
     return KernelKind.OTHER if name in WAITS else KernelKind.COMPUTATION
 
 
-def kinds(trace: Trace) -> npt.NDArray[np.int8]:
+def kernel_kinds(trace: Trace) -> npt.NDArray[np.int8]:
     """The `KernelKind` of each row, as if it ran on a device: by its category, if that tells, or by its name."""
     kind = np.full(len(trace.strings) + 1, KernelKind.OTHER, np.int8)
     for code in np.unique(trace.name):

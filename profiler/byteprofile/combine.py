@@ -38,7 +38,7 @@ from echograph.profiler.byteprofile.reader import (
     in_us,
     is_kineto,
     label_of,
-    to_ps,
+    us_to_ps,
 )
 from echograph.progress import Progress, silent
 from echograph.units import PS_PER_MS
@@ -116,10 +116,10 @@ def _first_ends(sources: Sequence[Gpu]) -> dict[EventLabel, int]:
             if label.part not in _COMMON_ENDS:
                 continue
             label = label._replace(prefix=f"rank{gpu.rank}.")
-            start = to_ps(event["ts"])
+            start = us_to_ps(event["ts"])
             if label not in starts or start < starts[label]:
                 starts[label] = start
-                found[label] = start + to_ps(event["dur"])
+                found[label] = start + us_to_ps(event["dur"])
     return found
 
 
@@ -151,7 +151,7 @@ def combined_events(combined: Combined, only: Collection[str] = ()) -> Iterator[
                 "pid": f"wk{gpu.worker}.{rank}{event.get('pid', '')}",
             }
             if shift:
-                event["ts"] = in_us(to_ps(event["ts"]) - shift)
+                event["ts"] = in_us(us_to_ps(event["ts"]) - shift)
             yield event
 
 
@@ -290,7 +290,7 @@ def _named(event: ChromeEvent, name: str, inputs: Sequence[str], category: str) 
     return event | {"name": name, "cat": category, "args": arguments}
 
 
-def operator_name(raw: str) -> str:
+def node_name(raw: str) -> str:
     """A node's name of what MXNet calls an operator: `conv0_fwd` is FW.conv0, `_backward_conv0` ... is BW."""
     found = _GLUON.search(raw)
     raw = found[1] if found else raw
@@ -308,7 +308,7 @@ def _operators(path: Path, inputs: dict[str, list[str]], notes: list[str]) -> li
     update: ChromeEvent | None = None
     for event in raw:
         said = str(event.get("name", ""))
-        name = operator_name(said)
+        name = node_name(said)
         if name in inputs and process in (None, event.get("pid")):
             # Operators may be listed once a device and once for all.
             process = event.get("pid")

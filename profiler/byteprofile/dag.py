@@ -118,7 +118,7 @@ class Dag:
         Raises:
             DataError: they wait for each other in a circle.
         """
-        done = replay(self)
+        done = run_dag(self)
         rows = done.timeline.critical_path().tolist()
         return LongestPath(tuple(done.nodes[row] for row in rows), done.timeline.makespan)
 
@@ -194,7 +194,7 @@ def _next_step(before: object, after: object) -> bool:
     return category_of(str(before)) in UPDATES and category_of(str(after)) in ("FW", "I/O", "BW")
 
 
-def table(dag: Dag, head: int | None = None) -> AnswerTable:
+def dag_table(dag: Dag, head: int | None = None) -> AnswerTable:
     """One row a node, in an order in which they can run: `name`, what it takes, `avg_ms`, and what it `waits_for`.
 
     Args:
@@ -321,7 +321,7 @@ class Replay(NamedTuple):
         return self.makespan / len(self.ends)
 
 
-def replay(dag: Dag, *, steps: int = 1) -> Replay:
+def run_dag(dag: Dag, *, steps: int = 1) -> Replay:
     """Runs a graph.
 
     A GPU starts a step when it has ended all of its own nodes of the step before. Nothing but dependencies holds a
@@ -433,11 +433,11 @@ def sensitivity(dag: Dag, path: LongestPath, every: int, change: Change, *, step
     """
     if every < 1:
         raise UsageError(f"--delay {EACH}{every}: give 1 or more: every n-th node of the critical path is delayed")
-    base = replay(dag, steps=steps).step
+    base = run_dag(dag, steps=steps).step
     rows = []
     for node in path.nodes[::every]:
         new = change.of(node.duration)
-        step = replay(dag.changed({node.name: new}), steps=steps).step
+        step = run_dag(dag.changed({node.name: new}), steps=steps).step
         share = (step - base) / (new - node.duration) if new != node.duration else None
         rows.append((node.name, *(x / PS_PER_MS for x in (node.duration, step, step - base)), share))
     return from_rows(("name", "node_ms", "step_ms", "difference_ms", "share"), rows)

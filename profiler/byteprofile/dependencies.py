@@ -24,7 +24,7 @@ from echograph.profiler.byteprofile.dag import (
     Replay,
     delayed,
     read_dag,
-    replay,
+    run_dag,
     sensitivity,
 )
 from echograph.profiler.byteprofile.reader import (
@@ -470,10 +470,10 @@ def rerun(prepared: JobDependencies, *, steps: int, delay: str, change: Change) 
     if delay.startswith(EACH):
         every = int(delay.removeprefix(EACH))
         delays = sensitivity(dag, dag.longest_path(), every, change, steps=steps)
-        return Rerun(replay(dag, steps=steps), None, delays)
+        return Rerun(run_dag(dag, steps=steps), None, delays)
     if not delay:
-        return Rerun(replay(dag, steps=steps), None, None)
-    return Rerun(replay(delayed(dag, delay, change), steps=steps), replay(dag, steps=steps).step, None)
+        return Rerun(run_dag(dag, steps=steps), None, None)
+    return Rerun(run_dag(delayed(dag, delay, change), steps=steps), run_dag(dag, steps=steps).step, None)
 
 
 def prepare(path: Path, *, queues: bool, run_time: bool) -> JobDependencies:

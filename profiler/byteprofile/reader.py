@@ -191,7 +191,7 @@ class Events:
         return [(start, end, self.labels[code]) for start, end, code in rows]
 
 
-def to_ps(microseconds: float) -> int:
+def us_to_ps(microseconds: float) -> int:
     """Picoseconds of a time in a trace; whole microseconds are exact, however large."""
     whole = int(microseconds)
     return whole * PS_PER_US + round((microseconds - whole) * PS_PER_US)
@@ -387,7 +387,7 @@ def columns_of(path: Path, found: Iterable[ChromeEvent], notes: list[str]) -> Ev
         if said not in known:
             known[said] = codes.setdefault(label_of(event), len(codes))
         origin = int(event["ts"]) if origin is None else origin
-        start, duration = to_ps(event["ts"] - origin), to_ps(event["dur"])
+        start, duration = us_to_ps(event["ts"] - origin), us_to_ps(event["dur"])
         if abs(start) + duration > _LONGEST:
             raise DataError(f"{path}: event '{said[0][:60]}' is more than 106 days from the first")
         rows.append((known[said], start, duration))

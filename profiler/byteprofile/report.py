@@ -133,7 +133,7 @@ def category_table(found: Statistics) -> AnswerTable:
     return from_rows(("category", "operation", "avg_ms"), [(c, name, ms) for c, (ms, name) in largest.items()])
 
 
-def comparison(
+def compared_operations(
     first: Statistics, second: Statistics, *, sort: bool = False, head: int | None = None
 ) -> AnswerTable:
     """What both runs did: `avg1_ms`, `avg2_ms`, `difference_ms` = avg2 - avg1, `relative` = that over avg1.

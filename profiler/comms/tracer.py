@@ -10,6 +10,7 @@ anything.
 from __future__ import annotations
 
 import atexit
+import glob
 import os
 import socket
 import sys
@@ -545,6 +546,14 @@ def file_of(path: Path, rank: int, restart: int = 0) -> Path:
         return Path(str(path).replace(RANK, str(rank)))
     again = f".restart{restart}" if restart else ""
     return path.with_name(f"{path.stem}{again}.{rank}{path.suffix or '.jsonl'}")
+
+
+def files_of(path: Path) -> list[Path]:
+    """What is there of all ranks and restarts, by name; `path` as of `file_of`."""
+    escaped = Path(glob.escape(str(path.absolute())))
+    every = escaped.with_name(f"{escaped.stem}.*{escaped.suffix or '.jsonl'}")
+    pattern = Path(str(escaped).replace(RANK, "*")) if RANK in str(path) else every
+    return sorted(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
 
 
 def _forget() -> None:

@@ -95,7 +95,7 @@ class ChromeTrace:
                 write_whole(self._path, iter(lambda: self._stream.read(1 << 20), ""))
 
 
-def page(report: Report, title: str) -> str:
+def collectives_page(report: Report, title: str) -> str:
     """The report as HTML.
 
     Args:

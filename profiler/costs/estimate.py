@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import GraphError, UnavailableError
-from echograph.ir.columns import NONE, Float64, Int64, Ragged, TensorTable, distinct, equal_rows
-from echograph.ir.graph import CALL_FIELDS, Graph, JobGraph
+from echograph.ir.columns import NONE, Float64, Int64, Ragged, TensorTable, equal_rows
+from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate
-from echograph.ir.passes.fuse import DRAWS
+from echograph.ir.passes.fuse import DRAWS, RESCALED
 from echograph.ir.passes.kernels import PADDED
 from echograph.ir.types import (
     Attention,
@@ -102,10 +102,16 @@ _BOTH, BOTH_SLOWER, BOTH_SPREAD = re.compile(r"\w+\.cast_both"), 2.2 / 1.4, 0.15
 """Kernels of torch.compile that cast a tensor and its transpose, over their bytes: they read it twice, and reach
 1.4 TB/s for gradients on an H100 where its other kernels of FP8 reach 2.2 (pytorch/pytorch#133242; one that
 is smaller 1.5 of 2)."""
-_COLUMNS, COLUMNS_SLOWER, COLUMNS_SPREAD = re.compile(r"fp8\.(amax|cast)_columns"), 3.0, 0.4
-"""Kernels of torch.compile that scale each column of a tensor, over their bytes: 72 speedups of a norm, a linear
-layer and a sigmoid, both ways, with 8,192 to 32,768 rows on H100 (pytorch/ao, pull request 2312, float8/README.md)
-are met without bias so, by 8 % in the mean; without it they come out 22 % too high."""
+_SCALES = re.compile(rf"fp8\.(cast_columns|cast_agreed|rescale)|\w+\.{RESCALED}_")
+SCALE_CLOCKS, SCALES_SPREAD = 0.9, 0.3
+"""Kernels of torch.compile that apply scales of rows or of columns, and what each scale takes for each element at
+least, in clocks of a multiprocessor: the kernel finds it anew from the maximum for every element (a division in
+fp64, a logarithm, a power of two), as torchao rounds such scales to powers of two (float8/config.py: rowwise) and
+inductor takes what has one number a row into each kernel that reads it. Its code for sm_90 has 77 instructions a
+scale and element, which take 0.6 clocks to issue. 108 speedups of a norm, a linear layer and a sigmoid, both ways,
+with 8,192 to 32,768 rows on an H100 (pytorch/ao, pull request 2312, float8/README.md), taken for one of 500 W with
+HBM2e as its authors' logs show, are met without bias so, by 6 % in the mean; with three times what the bytes of
+kernels along columns need, and scales free, by 9 %."""
 ASSUMED_SPREAD = 0.5
 """For a kernel of a type that no model covers (fp32 or fp64 attention): assumed, not measured."""
 
@@ -241,7 +247,7 @@ def estimate(
     device: DeviceProfile,
     slower: float = 1.0,
     known_costs: KnownCosts | None = None,
-    exposed: Mapping[tuple[int, int], int] | None = None,
+    exposed: Callable[[Annotate], Exposed] | None = None,
 ) -> Annotate:
     """Durations of the device operations of a graph, to be put on it; views and host work get none.
 
@@ -253,8 +259,8 @@ def estimate(
         device: what runs it.
         slower: how much longer kernels of tensor cores take than on a typical board (`power.slowest_of`).
         known_costs: those of this device that other graphs have asked for; gets this one's.
-        exposed: picoseconds that kernels wait for communication in a call, by its first row and the one behind its
-            last, in which the board is at rest.
+        exposed: given the durations of kernels that wait for nothing, says what they wait in a call, in which the
+            board is at rest.
 
     Raises:
         GraphError: an operation's operands contradict each other, or it takes longer than the clock counts.
@@ -272,10 +278,20 @@ def estimate(
     source[at] = np.array(fitted, np.uint8)[number_of]
     spread[at] = np.array([cost.spread for cost, _ in found], np.float32)[number_of]
     cores = [core for _, core in found]
-    picoseconds = _sustained(graph, device, at, cores, number_of, picoseconds, exposed or {})
     paced = at[np.array([bool(core.peak) for core in cores], bool)[number_of]]
-    picoseconds[paced] = np.rint(picoseconds[paced] * slower).astype(np.int64)
-    return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
+
+    def annotate(waits: Exposed) -> Annotate:
+        sustained = _sustained(graph, device, at, cores, number_of, picoseconds, waits)
+        sustained[paced] = np.rint(sustained[paced] * slower).astype(np.int64)
+        return Annotate(device=device.name, picoseconds=sustained, source=source, spread=spread, samples=samples)
+
+    alone = annotate({})
+    waits = exposed(alone) if exposed is not None else {}
+    return annotate(waits) if waits else alone
+
+
+Exposed = Mapping[tuple[int, int], int]
+"""Picoseconds that kernels wait for communication in a call, by its first row and the one behind its last."""
 
 
 def _asked(graph: Graph, row: int, device: DeviceProfile) -> tuple[CostEstimate, PowerDraw]:
@@ -300,7 +316,7 @@ def _sustained(
     cores: Sequence[PowerDraw],
     core_of: Int64,
     picoseconds: Int64,
-    exposed: Mapping[tuple[int, int], int],
+    exposed: Exposed,
 ) -> Int64:
     """The durations in a long run, those of a program at the clock that their mean power allows (`power.py`).
 
@@ -309,7 +325,7 @@ def _sustained(
     """
     power = device.power
     if power is None or not len(at):
-        return picoseconds
+        return picoseconds.copy()
     ops, seconds = graph.ops, picoseconds[at] / PS_PER_S
     peaks = device.datasheet.peak_flops_per_s
     peak = np.array([peaks[core.peak] if core.peak in power.joules_per_flop else np.inf for core in cores])
@@ -338,8 +354,6 @@ def _sustained(
     return slower
 
 
-MICRO_BATCH = CALL_FIELDS.index("micro_batch")
-
 PER_JOULE = 1e9
 """Energies are added up as whole nanojoules, so that their order does not matter."""
 
@@ -351,7 +365,7 @@ def _moved_by_collectives(graph: Graph) -> Int64:
     return np.where(ops.kind == OpKind.COLLECTIVE, ops.nbytes * times, 0)
 
 
-def _clocks(graph: Graph, power: PowerModel, columns: Int64, exposed: Mapping[tuple[int, int], int]) -> Float64:
+def _clocks(graph: Graph, power: PowerModel, columns: Int64, exposed: Exposed) -> Float64:
     """[operations] The clock of each: that of the program that runs it, the slowest of several.
 
     A program's is that of one micro-batch amid the others, as all of them draw alike; what runs once a step is not
@@ -361,7 +375,7 @@ def _clocks(graph: Graph, power: PowerModel, columns: Int64, exposed: Mapping[tu
         graph: the graph.
         power: of the device.
         columns: [4, operations] nanojoules of cores and of memory; picoseconds that the clock paces, and others.
-        exposed: as of `estimate`.
+        exposed: what kernels wait.
     """
     until = np.concatenate([np.zeros((4, 1), np.int64), np.cumsum(columns, axis=1)], axis=1)
     clocks, rows = np.ones(len(graph.ops)), len(graph.ops) + 1
@@ -369,9 +383,7 @@ def _clocks(graph: Graph, power: PowerModel, columns: Int64, exposed: Mapping[tu
         calls = program.calls
         opens = np.bincount(calls[:, 1], minlength=rows) - np.bincount(calls[:, 2], minlength=rows)
         runs = np.cumsum(opens)[:-1] > 0
-        micro_batches = distinct(calls[calls[:, MICRO_BATCH] >= 0, MICRO_BATCH])
-        if len(micro_batches):
-            calls = calls[calls[:, MICRO_BATCH] == micro_batches[len(micro_batches) // 2]]
+        calls = program.usual_calls
         core, memory, paced, other = (until[:, calls[:, 2]] - until[:, calls[:, 1]]).sum(axis=1).tolist()
         other += sum(exposed.get(call, 0) for call in map(tuple, calls[:, 1:3].tolist()))
         clock = sustained_clock(power, core / PER_JOULE, memory / PER_JOULE, paced / PS_PER_S, other / PS_PER_S)
@@ -762,7 +774,18 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         return _at_least(cost, device.memory_launch_s + unrolled, UNROLLED_SPREAD)
     if _BOTH.match(op.name):
         return _slower(cost, BOTH_SLOWER, BOTH_SPREAD)
-    return _slower(cost, COLUMNS_SLOWER, COLUMNS_SPREAD) if _COLUMNS.match(op.name) else cost
+    return _at_least(cost, _scaling_seconds(op, operands, device), SCALES_SPREAD)
+
+
+def _scaling_seconds(op: Compute, operands: _InOut, device: DeviceProfile) -> float:
+    """Seconds that a kernel takes at least to find the scales of rows and columns that it applies; 0 of others."""
+    if not _SCALES.match(op.name):
+        return 0.0
+    inputs, outputs = operands
+    wide = (DType.FP32, DType.FP64)
+    scales = sum(t.dtype in wide and len(t.shape) == 2 and min(t.shape) == 1 < t.numel for t in inputs)
+    sheet, elements = device.datasheet, max(t.numel for t in outputs)
+    return device.memory_launch_s + SCALE_CLOCKS * scales * elements / (sheet.sm_count * sheet.clock_hz)
 
 
 def _in_two_kernels(op: Compute, operands: _InOut) -> bool:

@@ -83,7 +83,7 @@ def parse_operations(text: str) -> list[str]:
     return names
 
 
-def sweep(
+def measure_collectives(
     operations: Sequence[str], sizes: Sequence[int], device: Any, budget_s: float
 ) -> Iterator[CollectiveTiming]:
     """Measures on the ranks of the default group, which all call this alike.

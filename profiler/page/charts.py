@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from echograph.profiler.page.frame import key, measure
+from echograph.profiler.page.frame import key, with_unit
 from echograph.units import format_count
 
 _Floats = npt.NDArray[np.float64]
@@ -23,6 +23,7 @@ _Floats = npt.NDArray[np.float64]
 COLOURS = 8
 _ROW, _BAR, _TEXT = 34, 10, 12
 _HEIGHT, _POINTS, _BINS, _CURVES = 150, 600, 30, 260
+_TOP, _ROOM = _TEXT + 6, 0.14
 _LABEL, _LONGEST = 160, 400
 
 
@@ -44,7 +45,7 @@ def bars(
     parts = []
     for place, (label, values) in enumerate(rows):
         y, at = place * _ROW, -low * scale
-        shown = measure(sum(values), unit)
+        shown = with_unit(sum(values), unit)
         parts.append(_label(label, y))
         parts.append(f'<text class="muted" x="100%" y="{y + _TEXT}" text-anchor="end">{escape(shown)}</text>')
         parts.append(f'<rect class="empty" x="0" y="{y + 18}" width="100%" height="{_BAR}"/>')
@@ -53,7 +54,7 @@ def bars(
             start = at - wide if value < 0 else at
             at += wide if value >= 0 else 0
             if wide:
-                told = escape(f"{label}: {name} {measure(value, unit)}")
+                told = escape(f"{label}: {name} {with_unit(value, unit)}")
                 parts.append(
                     f'<rect class="f{colour}" x="{start:.3f}%" y="{y + 18}" width="{wide:.3f}%" '
                     f'height="{_BAR}"><title>{told}</title></rect>'
@@ -123,7 +124,7 @@ def histogram(values: _Floats, unit: str) -> str:
     parts = []
     for place, (start, end, found) in enumerate(bins):
         tall = _HEIGHT * found / most
-        told = f"{measure(start, unit)} to {measure(end, unit)}: {found:,}"
+        told = f"{with_unit(start, unit)} to {with_unit(end, unit)}: {found:,}"
         parts.append(
             f'<rect class="f0" x="{place * wide + 0.1 * wide:.3f}%" y="{_TEXT + _HEIGHT - tall:.1f}" '
             f'width="{0.8 * wide:.3f}%" height="{tall:.1f}"><title>{escape(told)}</title></rect>'
@@ -158,8 +159,8 @@ def ranges(
     for at, (label, values) in enumerate(drawn):
         y = at * _ROW
         least, first, middle, third, most = (98 * _share(value, low, high, ratio=ratio) for value in values)
-        shown = measure(values[2], unit)
-        told = escape(f"{label}: " + ", ".join(measure(value, unit) for value in values))
+        shown = with_unit(values[2], unit)
+        told = escape(f"{label}: " + ", ".join(with_unit(value, unit) for value in values))
         parts.append(_label(label, y))
         parts.append(f'<text class="muted" x="100%" y="{y + _TEXT}" text-anchor="end">{escape(shown)}</text>')
         parts.append(f'<rect class="empty" x="0" y="{y + 18}" width="100%" height="{_BAR}"/>')
@@ -196,18 +197,22 @@ def points(
     xs, ys = [*(x for _, x, _ in drawn), *(x for x, _ in above)], [*(y for *_, y in drawn), *(y for _, y in above)]
     left, right, low, high = min(xs), max(xs), min(ys), max(ys)
     parts = []
+    # The ends of the scale stand above and below all marks.
+    room = _HEIGHT - 2 * _TEXT
     for x, y in above:
-        across, up = 0.5 + 98 * _share(x, left, right, ratio=True), 1 - _share(y, low, high, ratio=True)
-        parts.append(f'<rect class="f8" x="{across:.2f}%" width="1%" y="{_TEXT + _HEIGHT * up:.1f}" height="2"/>')
+        across, down = 0.5 + 98 * _share(x, left, right, ratio=True), 1 - _share(y, low, high, ratio=True)
+        parts.append(f'<rect class="f8" x="{across:.2f}%" width="1%" y="{_TOP + room * down:.1f}" height="2"/>')
     for label, x, y in drawn:
-        told = escape(f"{label[:_LONGEST]}: {measure(x, x_unit)}, {measure(y, y_unit)}")
+        told = escape(f"{label[:_LONGEST]}: {with_unit(x, x_unit)}, {with_unit(y, y_unit)}")
         across, up = _share(x, left, right, ratio=True), _share(y, low, high, ratio=True)
         parts.append(
-            f'<circle class="f0" cx="{1 + 98 * across:.2f}%" cy="{_TEXT + _HEIGHT * (1 - up):.1f}" r="4" '
+            f'<circle class="f0" cx="{1 + 98 * across:.2f}%" cy="{_TOP + room * (1 - up):.1f}" r="4" '
             f'fill-opacity="0.6"><title>{told}</title></circle>'
         )
-    parts.append(f'<text class="muted halo" x="0" y="{_TEXT - 2}">{escape(measure(high, y_unit))}</text>')
-    parts.append(f'<text class="muted halo" x="0" y="{_TEXT + _HEIGHT}">{escape(measure(low, y_unit))}</text>')
+    foot = _TEXT + _HEIGHT
+    parts.append(f'<line class="grid" x1="0" x2="100%" y1="{foot}" y2="{foot}"/>')
+    parts.append(f'<text class="muted halo" x="0" y="{_TEXT - 2}">{escape(with_unit(high, y_unit))}</text>')
+    parts.append(f'<text class="muted halo" x="0" y="{foot - 3}">{escape(with_unit(low, y_unit))}</text>')
     parts += _ends(left, right, x_unit)
     said = "Both scales logarithmic." + (" Lines: the most that the device could." if above else "")
     return f'<p class="note">{said}</p>' + _svg(_HEIGHT + 36, parts)
@@ -257,7 +262,7 @@ def curves(series: Mapping[str, Curve], x_unit: str, y_unit: str, *, from_zero: 
         )
         for x, y, low, high, place, height in zip(*curve, at, down[0], strict=True):
             within = f"{counted(low, y_unit)} to {counted(high, y_unit)}"
-            told = f"{name}: {measure(x, x_unit)}: {counted(y, y_unit)} ({within})"
+            told = f"{name}: {with_unit(x, x_unit)}: {counted(y, y_unit)} ({within})"
             marks.append(
                 f'<circle class="f{colour}" cx="{100 * place / _POINTS:.2f}%" cy="{_TEXT + height:.1f}" r="3">'
                 f"<title>{escape(told)}</title></circle>"
@@ -270,13 +275,14 @@ def curves(series: Mapping[str, Curve], x_unit: str, y_unit: str, *, from_zero: 
         f'<text class="muted halo" x="0" y="{_TEXT - 2}">{escape(counted(most, y_unit))}</text>',
         f'<text class="muted halo" x="0" y="{_TEXT + tall - 3}">{escape(counted(least, y_unit))}</text>',
         *_ends(left, right, x_unit, tall + 30),
+        *_between([(x, across(x)) for x in sorted(set(xs))], tall + 30),
     ]
     return key(list(drawn)) + _svg(tall + 36, parts)
 
 
 def counted(value: float, unit: str) -> str:
     """A number with its unit, thousands of it in short."""
-    return f"{format_count(value)} {unit}".rstrip() if abs(value) >= 1000 else measure(value, unit)
+    return f"{format_count(value)} {unit}".rstrip() if abs(value) >= 1000 else with_unit(value, unit)
 
 
 def _joined(places: Iterable[tuple[float, float]]) -> str:
@@ -370,7 +376,7 @@ def _grid(low: float, high: float, unit: str) -> str:
     drawn = []
     for share in (0.0, 0.5, 1.0):
         y = _TEXT + _HEIGHT * (1 - share)
-        shown = escape(measure(low + share * (high - low), unit))
+        shown = escape(with_unit(low + share * (high - low), unit))
         drawn.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
         drawn.append(f'<text class="muted halo" x="0" y="{y - 3:.1f}">{shown}</text>')
     return "".join(drawn)
@@ -378,11 +384,27 @@ def _grid(low: float, high: float, unit: str) -> str:
 
 def _ends(first: float, last: float, unit: str, y: float = _HEIGHT + 30) -> list[str]:
     """What stands at both ends of the horizontal axis."""
-    left, right = (escape(measure(value, unit)) for value in (first, last))
+    left, right = (escape(with_unit(value, unit)) for value in (first, last))
     return [
         f'<text class="muted" x="0" y="{y}">{left}</text>',
         f'<text class="muted" x="100%" y="{y}" text-anchor="end">{right}</text>',
     ]
+
+
+def _between(places: Sequence[tuple[float, float]], y: float) -> list[str]:
+    """Numbers along the horizontal axis, those that have room beside the one before and both ends.
+
+    Args:
+        places: numbers, ascending, and their shares of the axis.
+        y: where they stand.
+    """
+    drawn, free = [], _ROOM
+    for value, share in places:
+        if free <= share <= 1 - _ROOM:
+            text = f'<text class="muted" x="{100 * share:.2f}%" y="{y}" text-anchor="middle">{value:,g}</text>'
+            drawn.append(text)
+            free = share + _ROOM
+    return drawn
 
 
 def _svg(height: int, parts: Sequence[Any]) -> str:

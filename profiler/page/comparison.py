@@ -11,7 +11,7 @@ from echograph.profiler.analyses import ANALYSES
 from echograph.profiler.analyses.against import COMPARED, TIMES, side_by_side
 from echograph.profiler.analyses.table import AnswerTable
 from echograph.profiler.page import charts
-from echograph.profiler.page.frame import document, measure, notes, table, table_script, tiles
+from echograph.profiler.page.frame import document, notes, table, table_script, tiles, with_unit
 from echograph.profiler.page.plots import draw
 from echograph.profiler.traces.trace import TraceSet
 from echograph.progress import Progress, silent
@@ -80,9 +80,11 @@ def _tiles(answers: Mapping[str, AnswerTable]) -> str:
         if answer is None or not len(answer):
             continue
         row = answer.records()[0]
-        change = f"{'+' if row['difference(us)'] > 0 else ''}{measure(row['difference(us)'], 'us')}"
+        change = f"{'+' if row['difference(us)'] > 0 else ''}{with_unit(row['difference(us)'], 'us')}"
         if name == "steps":
-            shown.append((measure(row["time(us)"], "us"), f"{said}, {measure(row['against(us)'], 'us')} against"))
+            shown.append(
+                (with_unit(row["time(us)"], "us"), f"{said}, {with_unit(row['against(us)'], 'us')} against")
+            )
             shown.append((change, f"difference of {said}"))
         else:
             what = row["part"] if name == _HEAT else row["name"][:80]

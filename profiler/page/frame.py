@@ -142,7 +142,7 @@ def number(value: float) -> str:
     return shown.rstrip("0").rstrip(".") or "0"
 
 
-def measure(value: float, unit: str) -> str:
+def with_unit(value: float, unit: str) -> str:
     """A number with its unit; times and sizes in the largest unit that keeps them above one.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 from echograph.profiler.analyses.memory import CATEGORIES
 from echograph.profiler.analyses.table import AnswerTable
 from echograph.profiler.page import charts
-from echograph.profiler.page.frame import measure
+from echograph.profiler.page.frame import with_unit
 
 # Of a table with more rows than people compare, the largest are drawn.
 MOST = 24
@@ -177,7 +177,7 @@ class RankHeat:
 
     def _cell(self, row: Mapping[str, Any], name: str) -> tuple[float, str]:
         share = f" ({row[name] / row[self.whole]:.0%})" if name != self.whole and row[self.whole] else ""
-        return row[name], f"{measure(row[name], 'us')}{share}"
+        return row[name], f"{with_unit(row[name], 'us')}{share}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,12 @@ from echograph.profiler.analyses.critical_path import (
     TITLES,
     Bound,
     CriticalGraph,
-    breakdown,
     critical_graph,
+    path_bounds,
     path_rows,
 )
 from echograph.profiler.analyses.table import AnswerTable, from_rows
-from echograph.profiler.analyses.work import KernelKind, kinds
+from echograph.profiler.analyses.work import KernelKind, kernel_kinds
 from echograph.profiler.page.frame import document, folded, notes, table, table_script, tiles
 from echograph.profiler.page.lanes import Spans, TimelineTrack, drawing, script
 from echograph.profiler.page.plots import draw
@@ -121,7 +121,7 @@ def _stream_lanes(rank: int, trace: Trace) -> Iterator[TimelineTrack]:
     several, at = len(np.unique(trace.pid[rows])) > 1, place[rows]
     busy = np.bincount(at, trace.duration[rows], len(streams))
     of_kind = np.array([_OF_KIND[kind] for kind in sorted(_OF_KIND)])
-    colour = of_kind[kinds(trace)[rows]]
+    colour = of_kind[kernel_kinds(trace)[rows]]
     for chosen in np.sort(np.argsort(-busy, kind="stable")[:_STREAMS]):
         of = at == chosen
         own = rows[of]
@@ -343,7 +343,7 @@ def _answer(
 ) -> None:
     """Adds one analysis' table, or why there is none."""
     if name == "critical-path-summary":
-        rows = [(rank, *row) for rank, graph in graphs.items() for row in breakdown(graph)]
+        rows = [(rank, *row) for rank, graph in graphs.items() for row in path_bounds(graph)]
         answers[name] = from_rows(("rank", "bound_by", "duration", "percentage"), rows)
         return
     if name == "critical-path":

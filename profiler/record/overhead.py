@@ -48,7 +48,7 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
     how: str = ""
 
 
-def kind_of(name: str, around: str | None) -> str | None:
+def counted_as(name: str, around: str | None) -> str | None:
     """What an operator of a trace counts as.
 
     Python calls what nothing is around, and also what runs in autograd's own events, by hooks, and in functions
@@ -319,7 +319,7 @@ def _counted(profile: Any) -> dict[str, Counter[str]]:
             continue
         while above and above[-1][0] <= event.start_ns():
             above.pop()
-        kind = kind_of(name, above[-1][1] if above else None)
+        kind = counted_as(name, above[-1][1] if above else None)
         if kind is not None:
             counts[part][kind] += 1
         above.append((event.start_ns() + event.duration_ns(), name))

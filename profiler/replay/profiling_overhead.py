@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from echograph.profiler.record.folder import METADATA, Hooks, read_hooks, read_metadata
-from echograph.profiler.record.overhead import COLLECTIVE, Overhead, kind_of
+from echograph.profiler.record.overhead import COLLECTIVE, Overhead, counted_as
 from echograph.profiler.traces.relations import Stacks
 from echograph.profiler.traces.trace import NONE, OPERATORS, Trace, TraceSet
 from echograph.units import PS_PER_NS, to_ps
@@ -104,6 +104,6 @@ def _kinds(trace: Trace, stacks: Stacks) -> Iterator[tuple[int, str]]:
         around[row] = outer = parent if parent == NONE or operators[parent] else around[parent]
         if operators[row]:
             name = trace.text(row)
-            kind = kind_of(name, None if outer == NONE else trace.text(outer))
+            kind = counted_as(name, None if outer == NONE else trace.text(outer))
             if kind is not None:
                 yield row, COLLECTIVE if name.startswith(_CALL) else kind

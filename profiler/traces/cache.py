@@ -44,7 +44,7 @@ def content_key(path: Path) -> str:
         raise InputError(f"{path}: {error.strerror or error}") from None
 
 
-def load(folder: Path, key: str, path: Path) -> Trace | None:
+def load_cached(folder: Path, key: str, path: Path) -> Trace | None:
     """The cached trace, as if read from `path`; None where there is none, or it is damaged."""
     try:
         arrays = read_arrays(folder / f"{key}.npz")

@@ -326,7 +326,7 @@ def collectives_of_job(traces: TraceSet) -> tuple[list[MatchedCollective], list[
     return matched, notes
 
 
-def kind_of(name: str) -> str:
+def collective_of_kernel(name: str) -> str:
     """Which collective a name stands for, or ""."""
     letters = _NOT_LETTERS.sub("", name.lower())
     return next((kind for word, kind in _KINDS.items() if word in letters), "")
@@ -338,7 +338,7 @@ def _issues(trace: Trace, stacks: Stacks, rows: np.ndarray[Any, Any]) -> dict[in
     operators = np.flatnonzero(
         trace.of_category(OPERATORS) & np.array([*("c10d::" in text for text in trace.strings), False])[trace.name]
     )
-    start, kinds = trace.start.tolist(), [kind_of(text) for text in trace.strings]
+    start, kinds = trace.start.tolist(), [collective_of_kernel(text) for text in trace.strings]
     queue = sorted(operators.tolist(), key=start.__getitem__)
     gloo = [row for row in rows.tolist() if trace.stream[row] < 0]
     for row in sorted(gloo, key=start.__getitem__):
@@ -359,14 +359,14 @@ def _described(trace: Trace, stacks: Stacks, row: int, named: Int64, operators: 
     Its own row or one that it was called from: a record of the collective, operators, annotations. Which of them
     has the size differs: of lists of tensors the operator's shapes are not recorded, while the annotation's are.
     """
-    kind, found = kind_of(function_name(trace.text(row))), list[tuple[int, int]]()
+    kind, found = collective_of_kernel(function_name(trace.text(row))), list[tuple[int, int]]()
     for above in _ancestors(stacks, row):
         said = int(named[above])
         text = trace.strings[said] if said != NONE else trace.text(above)
         if above != row and not (said != NONE or _CALLED.match(text)):
             continue
         # NCCL runs an all-to-all as sends and receives: the name of the call, where there is one, is right.
-        kind = kind_of(text) or kind
+        kind = collective_of_kernel(text) or kind
         found.append((3 if said != NONE else 2 if operators[above] else 1, above))
         if said != NONE:
             break

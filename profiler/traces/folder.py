@@ -102,7 +102,7 @@ def read_traces(
     found: dict[Path, Trace] = {}
     keys = {file: cache.content_key(file) for file in files} if cache_folder is not None else {}
     for file, key in keys.items():
-        if cache_folder is not None and (known := cache.load(cache_folder, key, file)) is not None:
+        if cache_folder is not None and (known := cache.load_cached(cache_folder, key, file)) is not None:
             found[file] = known
     missing = [file for file in files if file not in found]
     for file, trace in zip(missing, _read(missing, workers, engine, progress), strict=True):

@@ -119,7 +119,7 @@ def read_memory(path: Path, progress: Progress = silent) -> Trace:
         InputError: as `read_snapshot`.
     """
     progress(f"reading {path.name}")
-    found = list(devices(read_snapshot(path)))
+    found = list(device_memories(read_snapshot(path)))
     rows = TraceRows(path, WHAT)
     for one in found:
         of = f"{path}: device {one.device}"
@@ -147,7 +147,7 @@ def read_snapshot(path: Path) -> Snapshot:
         raise DataError(f"{path}: no memory snapshot of PyTorch, or cut off: {why}") from None
 
 
-def devices(snapshot: Snapshot) -> Iterator[DeviceMemory]:
+def device_memories(snapshot: Snapshot) -> Iterator[DeviceMemory]:
     """What each device's allocator did; devices that did and hold nothing are left out."""
     several = max([len(snapshot.device_traces), *(segment.device + 1 for segment in snapshot.segments)], default=0)
     for device in range(several):
@@ -224,7 +224,7 @@ class SnapshotPlace(NamedTuple):
     stack: str
 
 
-def place(frames: list[Frame]) -> SnapshotPlace:
+def snapshot_place(frames: list[Frame]) -> SnapshotPlace:
     """Where an allocation was made, by its stack, innermost first."""
     python = [frame for frame in frames if frame.filename.endswith(".py")]
     own = [frame for frame in python if "/torch/" not in frame.filename]

@@ -88,7 +88,7 @@ class Allocations:
 
     def __init__(self, job: JobGraph) -> None:
         self.job = job
-        buffers, workspaces = buffer_bytes(job), _workspace_bytes(job)
+        buffers, workspaces = collective_buffer_bytes(job), _workspace_bytes(job)
         self.fresh = _fresh(job)
         maker = np.full(len(job.tensors), NONE, np.int64)
         maker[job.root[job.ops.outputs.values[self.fresh]]] = job.ops.outputs.rows[self.fresh]
@@ -227,7 +227,7 @@ def _fresh(job: JobGraph) -> Bools:
     return np.asarray(unread & ~there[job.root[made]])
 
 
-def buffer_bytes(job: JobGraph) -> Int64:
+def collective_buffer_bytes(job: JobGraph) -> Int64:
     """Bytes of the buffer of each collective whose larger side no tensor stands for."""
     ops = job.ops
     unnamed_in, unnamed_out = ops.inputs.lengths == 0, ops.outputs.lengths == 0
@@ -259,7 +259,7 @@ def _deferred_frees(job: JobGraph) -> dict[int, list[DeferredFree]]:
     tells others that it is done; that of a gather in forward until the next gather is told so, since FSDP2 holds
     it to overlap the two.
     """
-    ops, tensors, buffers, numel = job.ops, job.tensors, buffer_bytes(job), job.tensors.numel
+    ops, tensors, buffers, numel = job.ops, job.tensors, collective_buffer_bytes(job), job.tensors.numel
     found: dict[int, list[DeferredFree]] = {}
     for block, collectives in _by_block(job, ops.kind == OpKind.COLLECTIVE):
         gathers = _of_kind(job, collectives, CollectiveKind.ALL_GATHER, Payload.PARAMETER)

@@ -27,7 +27,7 @@ def option_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def kinds(options: type) -> dict[str, Any]:
+def field_types(options: type) -> dict[str, Any]:
     """The type of every field, without None; a choice of words is text."""
     hints = get_type_hints(options)
     return {f.name: _kind(hints[f.name]) for f in fields(options)}

@@ -35,8 +35,13 @@ def format_time(picoseconds: int | float) -> str:
     """A duration in the largest unit that keeps it at or above one, four significant digits."""
     for step, unit in _TIME_STEPS:
         if abs(picoseconds) >= step:
-            return f"{picoseconds / step:.4g} {unit}"
+            return f"{format_number(picoseconds / step)} {unit}"
     return "0 s"
+
+
+def format_number(value: float) -> str:
+    """Four significant digits, or all before the point; never a power of ten for what is large."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def format_bytes(count: int | float) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from echograph.ir.comms.record import FORMAT, CallSignature, EndLine, GroupLine, HeaderLine, encode
+from echograph.profiler.comms.tracer import files_of
 from echograph.profiler.fit.fabric import read_nccl_tests
 
 BIN = Path(sys.executable).parent
@@ -83,6 +84,20 @@ def test_a_program_runs_to_its_own_exit_status(tmp_path: Path) -> None:
         "comms", "-o", tmp_path / "t" / "trace.jsonl", "--", sys.executable, "-c", "print(1); raise SystemExit(7)"
     )
     assert (done.returncode, done.stdout) == (7, "1\n")
+    assert done.stderr == "nothing traced: no process began a collective\n"
+
+
+def test_where_traces_lie_is_said(tmp_path: Path) -> None:
+    for name in ("trace[1].0.jsonl", "trace[1].restart1.0.jsonl", "trace1.0.jsonl", "other.0.jsonl"):
+        (tmp_path / name).touch()
+    done = echoprof("comms", "-o", tmp_path / "trace[1].jsonl", "--", "true")
+    assert done.stderr == f"traced into {tmp_path}: echoprof comms report {tmp_path}\n"
+    assert [path.name for path in files_of(tmp_path / "trace[1].jsonl")] == [
+        "trace[1].0.jsonl",
+        "trace[1].restart1.0.jsonl",
+    ]
+    everything = sorted(path.name for path in tmp_path.iterdir())
+    assert [path.name for path in files_of(tmp_path / "{rank}.0.jsonl")] == everything
 
 
 @pytest.mark.torch

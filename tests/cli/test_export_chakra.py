@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from echograph.ir import serde
-from echograph.ir.chakra.messages import NodeType, read
+from echograph.ir.chakra.messages import NodeType, read_nodes
 
 pytestmark = pytest.mark.torch
 
@@ -24,7 +24,7 @@ def test_traces_and_the_configuration_of_the_cluster_are_written(cli, job_graph:
     }
     assert (done["ranks"], done["files"]) == (ranks, len(names))
     assert done["bytes"] == sum(path.stat().st_size for path in out.iterdir())
-    assert done["nodes"] == sum(1 for rank in range(ranks) for _ in read(out / f"small.{rank}.et"))
+    assert done["nodes"] == sum(1 for rank in range(ranks) for _ in read_nodes(out / f"small.{rank}.et"))
     system = json.loads((out / "astra_system.json").read_text())
     assert system["local-mem-bw"] == 3350
 
@@ -36,7 +36,7 @@ def test_kernels_take_what_the_cluster_of_the_option_takes(cli, job_graph: Path,
         out = tmp_path / cluster
         cli("echoc", "export", job_graph, "--to", "chakra", "-o", out, "--cluster", cluster, "--json").json()
         (trace,) = out.glob("*.0.et")
-        totals[cluster] = sum(node.duration_us for node in read(trace) if node.type == NodeType.COMP)
+        totals[cluster] = sum(node.duration_us for node in read_nodes(trace) if node.type == NodeType.COMP)
     result = cli("echosim", "run", job_graph, "--cluster", "dgx-a100", "--json").json()
     assert totals["dgx-a100"] > totals["dgx-h100"]
     assert totals["dgx-a100"] * 1e-6 == pytest.approx(result["breakdown_s"]["compute"], rel=0.02)

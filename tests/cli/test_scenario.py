@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,15 @@ def test_failures_leave_a_goodput(run) -> None:
     assert 0 < failures["goodput"] < 1
     assert failures["job_mtbf_s"] == 100 * 3600 / 2
     assert failures["checkpoint_interval_s"] == failures["best_checkpoint_interval_s"]
+
+
+def test_parts_of_the_step_are_one_column_and_times_are_written_out(cli, graph: Path) -> None:
+    failing = ("--node-mtbf-hours", 10_000, "--checkpoint-s", 30, "--restart-s", 120)
+    shown = cli("echosim", "run", graph, "--gpus", 16, "--zero", 3, "--hsdp-replicas", 2, *failing).out
+    body = shown[shown.index("where the step goes") :].splitlines()[1:5]
+    assert any("exposed dp_replicate" in line for line in body)
+    assert len({line.index("%") for line in body}) == 1
+    assert re.search(r"one every 5,000 h, a checkpoint every \d+,\d{3} s ", shown)
 
 
 @pytest.mark.parametrize(

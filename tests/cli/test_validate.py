@@ -408,10 +408,10 @@ def test_scores_that_megatrons_softmax_does_not_take(change: dict[str, Any], att
 def test_the_plan_hints_at_the_stack_of_an_unknown_trainer(plan: dict[str, Any], stack: str) -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     change = {"attention": "flash", "zero_stage": "0"} | plan
-    for trainer in ("nemofish", ""):
+    for trainer, named in (("nemofish", "trainer 'nemofish'"), ("", "no trainer named")):
         found = made(trainer=trainer, **change)
         assert found.plan.stack == stack
-        assert f"trainer '{trainer}': stack {stack}" in found.assumed
+        assert f"{named}: stack {stack}" in found.assumed
 
 
 @pytest.mark.parametrize(

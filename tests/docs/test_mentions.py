@@ -67,8 +67,8 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     assert [word for word in found if not TO_BE_WRITTEN.search(word) and not is_there(word)] == []
 
 
-# Adapters and the evidence of accuracy name files of other projects.
-OWN = [page for page in PAGES if page.name != "adapters.md" and page.parent.name != "accuracy"]
+# Captures of scripts and the evidence of accuracy name files of other projects.
+OWN = [page for page in PAGES if page.parent.name not in ("accuracy", "adapters")]
 
 
 @pytest.mark.parametrize("page", OWN, ids=lambda page: str(page.relative_to(ROOT)))

@@ -13,7 +13,6 @@ import pytest
 from echograph.models import model_names
 
 pytest.importorskip("torch")
-pytest.importorskip("onnxscript", reason="needs the [onnx] extra")
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,11 +21,11 @@ MADE = re.compile(r"(?:-o|--dir|--html) (\S+)|model\.py (\S+\.onnx)")
 READ = re.compile(r"(?<![\w./-])[\w./-]+\.(?:pb|json|toml|csv|py|onnx|log|html)\b")
 
 
-def lines() -> list[str]:
-    """The commands of the first block of the section, without what is said of them."""
+def lines(block: int = 0) -> list[str]:
+    """The commands of one block of the section, without what is said of them."""
     section = README[README.index("\n## Use\n") :]
-    block = section[section.index("```sh\n") + 6 :]
-    return [re.split(r"\s+# ", line)[0] for line in block[: block.index("\n```")].splitlines()]
+    text = re.findall(r"```sh\n(.*?)\n```", section, re.DOTALL)[block]
+    return [re.split(r"\s+# ", line)[0] for line in text.splitlines()]
 
 
 @pytest.fixture
@@ -62,6 +61,15 @@ def test_the_lines_run_in_order(folder: Path, warm: Path) -> None:
     for line in lines():
         run(line, folder, warm)
     assert (folder / "page.html").exists() and (folder / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_the_lines_of_onnx_run(folder: Path, warm: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs the [onnx] extra")
+    onnx = [line for line in lines(1) if "onnx" in line]
+    assert len(onnx) == 2
+    for line in onnx:
+        run(line, folder, warm)
 
 
 def run(line: str, folder: Path, programs: Path) -> None:

@@ -26,12 +26,13 @@ from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.fuse import Fuse
 from echograph.ir.passes.model import adds_up, final_gradients
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import RECIPES, Precision
 from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.tensor_parallel import TensorParallel
-from echograph.ir.types import Collective, Compute, DType, Gemm, Phase, TensorRole
+from echograph.ir.types import Collective, CollectiveKind, Compute, DType, Gemm, Phase, TensorRole
 from echograph.ir.unfold import difference, unfold
 from echograph.models import get_model
 from echograph.profiler.costs import gemm, load_device
@@ -159,9 +160,40 @@ def test_scales_of_rows_are_applied_after_the_products_of_backward() -> None:
         scales[op.phase, sum(graph.tensors[i].dtype is DType.FP32 for i in op.inputs)] += 1
         if op.phase is Phase.BACKWARD:
             (after,) = (other for other in graph.ops if op.outputs[0] in other.inputs)
-            assert after.name == "aten.mul"
+            assert after.name == "fp8.rescale"
             assert after.bytes_read == after.bytes_written == graph.tensors[op.outputs[0]].nbytes
     assert set(scales) == {(Phase.FORWARD, 2), (Phase.BACKWARD, 0)}
+
+
+def test_ranks_agree_on_the_scales_of_rows_that_they_share() -> None:
+    """The output and down projections sum over a share forward, all others where gradients of inputs are made."""
+    whole = captured("llama-3-8b", 2)
+    shared = TensorParallel(size=2, sequence_parallel=True)(whole)
+
+    def reductions(graph: StepGraph) -> list[Any]:
+        found = [op for op in graph.ops if getattr(op, "collective", None) is CollectiveKind.ALL_REDUCE]
+        return [op for op in found if op.dtype is DType.FP64]
+
+    assert not reductions(Precision(dtype="fp8-rowwise")(whole)) and not reductions(Precision(dtype="fp8")(shared))
+    graph = Precision(dtype="fp8-rowwise")(shared)
+    found = Counter((op.phase, op.module.rpartition(".")[2]) for op in reductions(graph))
+    forward = dict.fromkeys([(Phase.FORWARD, name) for name in ("o_proj", "down_proj")], 2)
+    columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    assert found == forward | dict.fromkeys([(Phase.BACKWARD, name) for name in columns], 2)
+    for op in reductions(graph):
+        (maxima,), (agreed,) = (graph.tensors[i] for i in op.inputs), (graph.tensors[i] for i in op.outputs)
+        assert op.bytes_per_rank == maxima.nbytes == agreed.nbytes == 8 * maxima.numel
+        (cast,) = (other for other in graph.ops if agreed.id in other.inputs)
+        source = graph.tensors[cast.inputs[0]]
+        assert cast.name in ("fp8.cast_agreed", "fp8.cast_columns")
+        assert graph.tensors[cast.outputs[0]].numel == source.numel and cast.bytes_read > source.nbytes
+
+
+def test_a_kernel_says_that_it_applies_scales() -> None:
+    graph = Fuse(within="layers")(Precision(dtype="fp8-rowwise")(captured("llama-3-8b", 2)))
+    found = Counter(op.name for op in graph.ops if "rescale" in op.name)
+    assert found["compiled.rescaled_norm_backward"] and found["compiled.rescaled_silu_backward"]
+    assert found["fp8.rescale"]  # of gradients of weights, which nothing is fused with
 
 
 LLAMA_LAYERS, WIDE, KEYS, INNER, FEW = 2, 4096, 1024, 14336, 128

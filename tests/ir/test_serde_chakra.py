@@ -10,7 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from echograph.errors import EchoError, FormatError, InputError, OutputError
-from echograph.ir.chakra.messages import AttributeValue, ChakraNode, NodeType, read, read_metadata, varint, write
+from echograph.ir.chakra.messages import (
+    AttributeValue,
+    ChakraNode,
+    NodeType,
+    read_metadata,
+    read_nodes,
+    varint,
+    write_nodes,
+)
 
 SOME_INT = st.integers(-(2**31), 2**31 - 1)
 ONE = st.one_of(st.booleans(), SOME_INT, st.floats(allow_nan=False), st.text(max_size=8), st.binary(max_size=8))
@@ -35,9 +43,9 @@ def nodes(draw: st.DrawFn) -> ChakraNode:
 @given(trace=st.lists(nodes(), max_size=5))
 def test_what_is_written_is_read(trace: list[ChakraNode], tmp_path: Path) -> None:
     file = tmp_path / "a.0.et"
-    size = write(file, trace, {"schema": "x", "count": 3})
+    size = write_nodes(file, trace, {"schema": "x", "count": 3})
     assert size == file.stat().st_size
-    assert list(read(file)) == trace
+    assert list(read_nodes(file)) == trace
     assert read_metadata(file) == ("0.0.4", {"schema": "x", "count": 3})
 
 
@@ -57,7 +65,7 @@ def test_numbers_have_the_types_that_readers_expect(tmp_path: Path) -> None:
         "anything": "int64_val",
     }  # fmt: skip
     node = ChakraNode(id=1, name="n", type=NodeType.COMP, attributes={**dict.fromkeys(types, 1), "large": 2**63})
-    write(tmp_path / "a.et", [node])
+    write_nodes(tmp_path / "a.et", [node])
     data = (tmp_path / "a.et").read_bytes()
     message = pb.Node.FromString(data[data[0] + 2 + (data[data[0] + 1] > 127) :])
     found = {attribute.name: attribute.WhichOneof("value") for attribute in message.attr}
@@ -74,7 +82,7 @@ SAMPLE = [
 @given(data=st.data())
 def test_damaged_files_end_in_one_line(data: st.DataObject, tmp_path: Path) -> None:
     file = tmp_path / "a.et"
-    write(file, SAMPLE)
+    write_nodes(file, SAMPLE)
     content = bytearray(file.read_bytes())
     if data.draw(st.booleans()):
         content = content[: data.draw(st.integers(0, len(content)))]
@@ -83,7 +91,7 @@ def test_damaged_files_end_in_one_line(data: st.DataObject, tmp_path: Path) -> N
             content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     file.write_bytes(content)
     try:
-        list(read(file))
+        list(read_nodes(file))
     except EchoError as error:
         assert len(str(error).splitlines()) == 1
         assert str(file) in str(error)
@@ -94,7 +102,7 @@ def test_damaged_files_end_in_one_line(data: st.DataObject, tmp_path: Path) -> N
 def test_random_bytes_end_in_one_line(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.et").write_bytes(content)
     try:
-        list(read(tmp_path / "a.et"))
+        list(read_nodes(tmp_path / "a.et"))
     except EchoError as error:
         assert len(str(error).splitlines()) == 1
 
@@ -117,14 +125,14 @@ def test_random_bytes_end_in_one_line(content: bytes, tmp_path: Path) -> None:
 def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "a.et").write_bytes(content)
     with pytest.raises(FormatError, match=says):
-        list(read(tmp_path / "a.et"))
+        list(read_nodes(tmp_path / "a.et"))
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
-        list(read(tmp_path / "none.et"))
+        list(read_nodes(tmp_path / "none.et"))
     with pytest.raises(OutputError):
-        write(tmp_path / "no" / "a.et", SAMPLE)
+        write_nodes(tmp_path / "no" / "a.et", SAMPLE)
 
 
 def test_a_false_length_reserves_no_memory_and_reading_keeps_none(tmp_path: Path) -> None:
@@ -132,10 +140,10 @@ def test_a_false_length_reserves_no_memory_and_reading_keeps_none(tmp_path: Path
     file.write_bytes(b"\x00" + varint(60 * 2**20) + b"short")
     tracemalloc.start()
     with pytest.raises(FormatError, match="truncated"):
-        list(read(file))
+        list(read_nodes(file))
     assert tracemalloc.get_traced_memory()[1] < 2**22
     tracemalloc.clear_traces()
-    write(file, (ChakraNode(id=i, name="n" * 100, type=NodeType.COMP) for i in range(1, 20_000)))
-    assert sum(1 for _ in read(file)) == 19_999
+    write_nodes(file, (ChakraNode(id=i, name="n" * 100, type=NodeType.COMP) for i in range(1, 20_000)))
+    assert sum(1 for _ in read_nodes(file)) == 19_999
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()

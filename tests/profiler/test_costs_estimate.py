@@ -41,8 +41,8 @@ from echograph.profiler.costs.device import CostEstimate
 from echograph.profiler.costs.estimate import (
     ASSUMED_SPREAD,
     BOTH_SLOWER,
-    COLUMNS_SLOWER,
     ROWWISE_SLOWER,
+    SCALE_CLOCKS,
     SCAN_KERNELS,
     SCAN_SHARE,
     KnownCosts,
@@ -161,12 +161,31 @@ def test_a_scaled_product_has_its_scales_last_and_its_casts_apart() -> None:
         ("fp8.cast", 1.0),
         ("fp8.cast_transpose", 1.0),
         ("fp8.cast_both", BOTH_SLOWER),
-        ("fp8.cast_columns", COLUMNS_SLOWER),
     ],
 )
-def test_compiled_casts_of_columns_are_slow(kernel: str, longer: float) -> None:
+def test_compiled_casts_of_both_layouts_are_slow(kernel: str, longer: float) -> None:
     found = cost(kernel, [A], [(A, FP8)])
     assert found.seconds == pytest.approx(longer * by_bytes("elementwise", library="fp8").seconds)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "scales"),
+    [
+        ("fp8.cast_columns", [((1, 4096), FP32)]),
+        ("fp8.cast_agreed", [((8192, 1), FP64)]),
+        ("fp8.rescale", [((8192, 1), FP32), ((1, 4096), FP32)]),
+        ("compiled.rescaled_add", 3 * [((8192, 1), FP32), ((1, 4096), FP32)]),
+        ("compiled.add", []),
+    ],
+)
+def test_each_scale_is_found_for_every_element(kernel: str, scales: list[Operand]) -> None:
+    tensor = ((8192, 4096), BF16)
+    found = cost(kernel, [tensor, *scales, ((4096,), FP32)], [tensor])
+    clocks = SCALE_CLOCKS * len(scales) * 8192 * 4096
+    alone = H100.memory_launch_s + clocks / (H100.datasheet.sm_count * H100.datasheet.clock_hz)
+    free = cost("compiled.add", [tensor, *scales, ((4096,), FP32)], [tensor])
+    assert found.seconds == pytest.approx(max(alone, float(free.seconds)))
+    assert (found.spread > free.spread) == (found.seconds > free.seconds)
 
 
 @pytest.mark.parametrize(("device", "longer"), [("h100-sxm", 1.15), ("h200", 1.15), ("b200", 1.0)])

@@ -10,8 +10,8 @@ from random_jobs import random_job
 
 import echograph as eg
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.graph import JobGraph
-from echograph.ir.types import CollectiveKind, DType, OpKind, Phase, TensorRole
+from echograph.ir.graph import Axis, JobGraph
+from echograph.ir.types import CollectiveKind, DType, OpKind, Payload, Phase, TensorRole
 from echograph.simulator.engine import static
 from echograph.simulator.exposed import exposed_ps
 from echograph.simulator.tasks import expand
@@ -51,6 +51,40 @@ def test_kernels_wait_for_what_they_read_beyond_the_kernels_beside_it(beside: bo
     takes = [PRODUCT, REDUCES, *([BESIDE] if beside else []), PRODUCT]
     assert exposed_ps(job, np.array(takes)) == {(0, len(takes)): waits}
     assert exposed_ps(job, np.where(job.ops.kind == OpKind.COLLECTIVE, 0, takes)) == {}
+
+
+def one_ring_or_sync(kind: str) -> JobGraph:
+    """A product, messages around a ring or a wait of the host for it, and a kernel that is to run behind."""
+    builder = GraphBuilder(streams=("compute", "send", "recv"))
+    builder.mesh = (Axis(name="pp", size=2), Axis(name="cp", size=2))
+    group = builder.group("ring", axes=("pp",) if kind == "stages" else ("cp",))
+
+    def made(name: str) -> int:
+        return builder.tensor(name, (8,), DType.FP32, TensorRole.ACTIVATION)
+
+    x, y, z = made("x"), made("y"), made("z")
+    about = {"group": group, "nbytes": 32, "phase": Phase.FORWARD, "payload": Payload.ACTIVATION}
+    builder.compute("first", phase=Phase.FORWARD, outputs=(x,))
+    if kind == "host":
+        builder.collective(
+            "counts", CollectiveKind.ALL_GATHER, group=group, bytes_per_rank=32, dtype=DType.FP32,
+            phase=Phase.FORWARD, stream=1, inputs=(x,), outputs=(y,),
+        )  # fmt: skip
+        builder.host("sync", phase=Phase.FORWARD, inputs=(y,))
+        builder.compute("last", phase=Phase.FORWARD, outputs=(z,))
+    else:
+        builder.send("send", peer=1, tag=0, stream=1, inputs=(x,), **about)
+        builder.recv("recv", peer=-1, tag=0, stream=2, outputs=(y,), **about)
+        builder.compute("last", phase=Phase.FORWARD, inputs=(y,), outputs=(z,))
+    builder.program([(0, 0, builder.op_count(), 0, 0)])
+    return builder.build(JobGraph, whole=False)
+
+
+@pytest.mark.parametrize(("kind", "waits"), [("ring", REDUCES), ("stages", None), ("host", REDUCES)])
+def test_kernels_wait_for_rings_and_for_what_the_host_waits_for(kind: str, waits: int | None) -> None:
+    job = one_ring_or_sync(kind)
+    takes = np.array([PRODUCT, REDUCES, REDUCES, PRODUCT])
+    assert exposed_ps(job, takes) == ({} if waits is None else {(0, 4): waits})
 
 
 def test_no_step_is_shorter_than_its_kernels_and_what_they_wait() -> None:

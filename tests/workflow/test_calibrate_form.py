@@ -14,7 +14,7 @@ from echograph.workflow.calibration.form import (
     LEVELS,
     PredictedStep,
     StepErrors,
-    estimate,
+    estimate_form,
     held,
     leave_one_out,
     step_errors,
@@ -48,7 +48,7 @@ def families(count: int = 12) -> list[dict[str, Any]]:
 
 
 def test_what_only_lengthens_steps_makes_intervals_longer_alone() -> None:
-    form = estimate(columns(families()))
+    form = estimate_form(columns(families()))
     for level in LEVELS:
         shorter, longer = form.widths[level]
         assert shorter == 0.0
@@ -59,7 +59,7 @@ def test_what_only_lengthens_steps_makes_intervals_longer_alone() -> None:
 def test_a_few_broken_steps_do_not_decide() -> None:
     sound = families()
     broken = [row | {"measured_s": 4.0} for row in rows("family3", 99, 2)]
-    before, after = (estimate(columns(steps)) for steps in (sound, sound + broken))
+    before, after = (estimate_form(columns(steps)) for steps in (sound, sound + broken))
     for level in LEVELS:
         assert after.widths[level] == pytest.approx(before.widths[level], rel=0.05, abs=1e-3)
 
@@ -68,14 +68,14 @@ def test_a_family_counts_once_however_many_steps_it_has() -> None:
     once = families(4)
     again = [row | {"id": f"{row['id']}-{n}"} for n in range(5) for row in once if row["family"] == "family2"]
     more = [row for row in once if row["family"] != "family2"] + again
-    assert estimate(columns(more)).widths == estimate(columns(once)).widths
+    assert estimate_form(columns(more)).widths == estimate_form(columns(once)).widths
 
 
 def test_the_part_of_a_step_that_was_measured_has_no_such_error() -> None:
     whole = columns(families())
     half = columns([row | {"work": {"matrix products": 0.5}} for row in families()])
     for level in LEVELS:
-        twice = estimate(half).widths[level][1] / estimate(whole).widths[level][1]
+        twice = estimate_form(half).widths[level][1] / estimate_form(whole).widths[level][1]
         assert twice == pytest.approx(2.0, rel=1e-2)
     assert len(columns([row | {"work": {}} for row in rows("measured", 1)]).family) == 0
 
@@ -88,7 +88,7 @@ def test_intervals_hold_what_they_say_of_families_that_had_no_part_in_them() -> 
     for level in LEVELS:
         assert np.mean([one.held[level] for one in found]) == pytest.approx(level / 100, abs=0.05)
     mine = errors.family == "family4"
-    assert leave_one_out(errors)["family4"] == estimate(errors.of(~mine))
+    assert leave_one_out(errors)["family4"] == estimate_form(errors.of(~mine))
 
 
 def test_a_family_unlike_all_others_is_missed() -> None:

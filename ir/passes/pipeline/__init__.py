@@ -39,9 +39,8 @@ from echograph.ir.passes.pipeline.placement import (
     Partition,
     PipelinePhase,
     Routes,
-    memory_of,
     parts,
-    place,
+    place_operations,
     route,
 )
 from echograph.ir.passes.pipeline.schedules import (
@@ -300,7 +299,7 @@ class PipelineContext:
     def is_flag(self, tensor: int) -> bool:
         """Whether a tensor id is a version of a flag that is handed through all stages."""
         flags = self.placement.flag_memory
-        return bool(flags) and memory_of(self.graph, *self.graph.locate_tensor(tensor)) in flags
+        return bool(flags) and self.graph.owner(*self.graph.locate_tensor(tensor)) in flags
 
     def version(self, tensor: int, stage: int) -> int:
         """The last version of a flag that a stage makes, up to the one asked for; any other tensor is itself."""
@@ -1036,7 +1035,7 @@ class Pipeline:
     def _context(self, graph: StepGraph) -> tuple[PipelineContext, GraphBuilder]:
         """What all chunks have in common, and the builder that they are written into."""
         self.check(graph)
-        placement = place(graph, self.stages * self.chunks, self.layers)
+        placement = place_operations(graph, self.stages * self.chunks, self.layers)
         OptimizerPlacer(graph, placement, self.stages).place()
         routes = route(graph, placement)
         of = parts(graph, routes, split=self.schedule in SPLIT)

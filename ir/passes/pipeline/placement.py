@@ -47,7 +47,7 @@ import numpy as np
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
-from echograph.ir.graph import Graph, StepGraph, kept
+from echograph.ir.graph import StepGraph, kept
 from echograph.ir.passes.model import final_gradients, overflow_flags, total_norms
 
 Chunks = frozenset[int]
@@ -88,7 +88,7 @@ class Partition:
         return self.ops[op] if block == 0 else frozenset((self.instances[block, instance],))
 
 
-def place(graph: StepGraph, chunks: int, layers: tuple[int, ...] | None) -> Partition:
+def place_operations(graph: StepGraph, chunks: int, layers: tuple[int, ...] | None) -> Partition:
     """Places the forward and backward operations of a step on chunks.
 
     Args:
@@ -108,13 +108,6 @@ def place(graph: StepGraph, chunks: int, layers: tuple[int, ...] | None) -> Part
         )
     found = layer_names(graph)
     return _Placer(graph, chunks, _split(found, chunks, layers)).place()
-
-
-def memory_of(graph: Graph, block: int, instance: int, tensor: int) -> tuple[int, int, int]:
-    """(block, instance, tensor) that owns the memory behind a tensor, through aliases and ports."""
-    while graph.tensors.port[tensor := int(graph.root[tensor])]:
-        block, instance, tensor = graph.locate_tensor(graph.tensor_id(block, instance, tensor))
-    return block, instance, tensor
 
 
 @lru_cache(4096)
@@ -378,7 +371,7 @@ class OptimizerPlacer:
         rows = [r for r in graph.blocks[0].ops if graph.ops.phases[r] == t.Phase.OPTIMIZER]
         flags = overflow_flags(graph)
         placement.flags = {row: graph.tensor_id(0, 0, graph.ops.outputs.row(row)[-1]) for row in flags}
-        placement.flag_memory = {memory_of(graph, 0, 0, graph.ops.outputs.row(row)[-1]) for row in flags}
+        placement.flag_memory = {graph.owner(0, 0, graph.ops.outputs.row(row)[-1]) for row in flags}
         for row in rows:
             self._tie(row)
         for row in rows:
@@ -449,7 +442,7 @@ class OptimizerPlacer:
 
     def _is_flag(self, block: int, instance: int, tensor: int) -> bool:
         memory = self.placement.flag_memory
-        return bool(memory) and memory_of(self.graph, block, instance, tensor) in memory
+        return bool(memory) and self.graph.owner(block, instance, tensor) in memory
 
     # -- what crosses stages -------------------------------------------------------------------------------
 
@@ -522,7 +515,7 @@ class PipelinePhase(IntEnum):
     UPDATE = 3
 
 
-def part_of(graph: StepGraph, row: int) -> PipelinePhase:
+def pipeline_phase(graph: StepGraph, row: int) -> PipelinePhase:
     """The part of an operation; recomputation belongs to the backward pass."""
     return _parts_of(graph)[row]
 
@@ -567,11 +560,11 @@ def route(graph: StepGraph, placement: Partition) -> Routes:
         for chunk, part in parts.items():
             if homes is None or chunk in homes:
                 continue
-            if source is not None and part_of(graph, source[2]) == PipelinePhase.UPDATE:
+            if source is not None and pipeline_phase(graph, source[2]) == PipelinePhase.UPDATE:
                 continue  # stages agree on it when their passes are done (`placement.Optimizer`)
             _check_crosses(graph, tensor)
             assert source is not None
-            made, home = part_of(graph, source[2]), min(homes, default=chunk)
+            made, home = pipeline_phase(graph, source[2]), min(homes, default=chunk)
             if made == PipelinePhase.FORWARD and home < chunk and part != PipelinePhase.UPDATE:
                 for hop in range(home + 1, chunk + 1):
                     up[hop].add(tensor)
@@ -593,7 +586,7 @@ def _reads(graph: StepGraph, placement: Partition) -> Iterator[tuple[int, int, P
         for chunk in chunks:
             for tensor in graph.ops.inputs.row(row):
                 term = placement.terms.get((chunk, tensor), tensor)
-                yield graph.tensor_id(0, 0, term), chunk, part_of(graph, row)
+                yield graph.tensor_id(0, 0, term), chunk, pipeline_phase(graph, row)
     parts = _port_parts(graph)
     for (number, index), chunk in placement.instances.items():
         for part, bound in zip(parts[number], graph.blocks[number].instances[index].bindings, strict=True):
@@ -625,7 +618,7 @@ def _first_parts(graph: StepGraph, ops: range) -> dict[int, PipelinePhase]:
         for tensor in graph.ops.inputs.row(row):
             origin = int(graph.origin[tensor])
             if graph.tensors.port[origin]:
-                parts[origin] = min(part_of(graph, row), parts.get(origin, PipelinePhase.UPDATE))
+                parts[origin] = min(pipeline_phase(graph, row), parts.get(origin, PipelinePhase.UPDATE))
     return parts
 
 
@@ -656,7 +649,7 @@ def _name(graph: StepGraph, tensor: int) -> str:
 
 def parts(graph: StepGraph, routes: Routes, *, split: bool) -> list[PipelinePhase]:
     """The part of every operation of the table; `split` divides backward in two."""
-    found = [part_of(graph, row) for row in range(len(graph.ops))]
+    found = [pipeline_phase(graph, row) for row in range(len(graph.ops))]
     if split:
         needed = _InputGradients(graph).needed(routes)
         for row in range(len(found)):
@@ -691,7 +684,7 @@ class _InputGradients:
         found: set[int] = set()
         while left:
             row = left.pop()
-            if row not in found and part_of(graph, row) == PipelinePhase.BACKWARD:
+            if row not in found and pipeline_phase(graph, row) == PipelinePhase.BACKWARD:
                 found.add(row)
                 left += graph.ops.deps.row(row)
                 left += [maker for tensor in graph.ops.inputs.row(row) for maker in self._of(tensor)]

@@ -79,9 +79,9 @@ def compare_command(
     workbook.check_workbook(xlsx)
     with show_progress(f"reading {first} and {second}"):
         one, two = report.statistics_of(first), report.statistics_of(second)
-    compared = report.comparison(one, two, sort=sort, head=head)
+    compared = report.compared_operations(one, two, sort=sort, head=head)
     sheets = {"stats1": report.statistics_table(one), "stats2": report.statistics_table(two)}
-    workbook.write_workbook(xlsx, sheets | {"diff": report.comparison(one, two, sort=sort)})
+    workbook.write_workbook(xlsx, sheets | {"diff": report.compared_operations(one, two, sort=sort)})
     _show({"compare": compared}, as_json)
 
 
@@ -142,7 +142,7 @@ def dag_command(
         check_writable(output)
     with show_progress(f"reading {traces}"):
         prepared = prepare(traces, queues=del_queue, run_time=run_time)
-        found = dag.table(prepared.all, None if as_json else head)
+        found = dag.dag_table(prepared.all, None if as_json else head)
     if output is not None:
         write_whole(output, dag.FORMS[form](prepared.all))
     for of, most in () if as_json else prepared.parallelism.items():

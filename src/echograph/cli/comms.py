@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from echograph.cli.app import require_torch
 from echograph.cli.options import Json
-from echograph.cli.output import print_error, print_json, print_line, print_table, show_progress
+from echograph.cli.output import PAGE, print_error, print_json, print_line, print_table, show_progress, write_text
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph
 from echograph.units import format_bytes
@@ -54,8 +54,14 @@ def trace_command(
     """Run a program with the tracer on in every Python process that it starts."""
     require_torch("tracing collectives")
     from echograph.profiler.comms.launch import run_traced
+    from echograph.profiler.comms.tracer import files_of
 
-    raise typer.Exit(run_traced(command, output, timeout))
+    status = run_traced(command, output, timeout)
+    if traces := files_of(output):
+        print_error(f"traced into {traces[0].parent}: echoprof comms report {traces[0].parent}")
+    else:
+        print_error("nothing traced: no process began a collective")
+    raise typer.Exit(status)
 
 
 @comms.command("report")
@@ -67,16 +73,15 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Report on traces: ours, collective_trace's logs, dumps of PyTorch's flight recorder."""
-    from echograph.ir.files import write_whole
     from echograph.profiler.comms.report import report_on
-    from echograph.profiler.comms.views import ChromeTrace, page
+    from echograph.profiler.comms.views import ChromeTrace, collectives_page
 
     with ExitStack() as stack, show_progress(f"reading {path}"):
         report = report_on(path, [] if chrome is None else [stack.enter_context(ChromeTrace(chrome))])
     if as_csv is not None:
-        write_whole(as_csv, [report.operations_csv()])
+        write_text(as_csv, report.operations_csv(), "table of operations")
     if html is not None:
-        write_whole(html, [page(report, f"Collectives of {path.name}")])
+        write_text(html, collectives_page(report, f"Collectives of {path.name}"), PAGE)
     print_json(asdict(report)) if as_json else _print_report(report)
 
 

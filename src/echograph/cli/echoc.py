@@ -401,7 +401,7 @@ def text(
 
 def _micro_batch(summary: dict[str, Any]) -> str:
     tokens = f" x {summary['sequence_length']} tokens" if summary["sequence_length"] else ""
-    return f"{summary['batch_size']} samples{tokens}"
+    return f"{summary['batch_size']} sample{'s' * (summary['batch_size'] != 1)}{tokens}"
 
 
 def _mesh(summary: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from echograph.cli.app import end_with, make_app, require_torch, run
 from echograph.cli.comms import comms, record
 from echograph.cli.options import MODEL, GraphFile, Json, with_options
 from echograph.cli.output import (
+    PAGE,
     check_outputs,
     print_error,
     print_json,
@@ -24,6 +25,7 @@ from echograph.cli.output import (
     print_text,
     reading,
     show_progress,
+    write_text,
 )
 from echograph.errors import UsageError
 from echograph.frontend.pytorch.spec import ModelSizes
@@ -117,13 +119,14 @@ def analyze_command(
         with show_progress("analysing") as progress:
             beside = None if against is None or other is None else (against.resolve().name, other)
             page = analysis_page(found, traces.resolve().name, name, options, beside, progress)
-        write_whole(html, [page])
+        write_text(html, page, PAGE)
         return
     if xlsx is not None:
         with show_progress("analysing") as progress:
             write_workbook(
                 xlsx, answers(found, name, options, other) if name else every_answer(found, other, progress)
             )
+        print_error(f"wrote {xlsx} (workbook)")
         return
     if copy is not None:
         print_notes(found.notes)

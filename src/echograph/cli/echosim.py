@@ -22,6 +22,7 @@ from echograph.cli.options import (
     with_options,
 )
 from echograph.cli.output import (
+    PAGE,
     check_outputs,
     print_error,
     print_json,
@@ -118,10 +119,12 @@ def run_command(
     write_json(output, record, "result")
     write_trace(trace, found.result, traced)
     if html is not None:
-        from echograph.workflow.report.prediction import page
+        from echograph.workflow.report.prediction import prediction_page
 
-        shown = page(found.result, found.job, plan, system, scenario, list(found.notes), list(found.near))
-        write_text(html, shown, "page: open it in a browser")
+        shown = prediction_page(
+            found.result, found.job, plan, system, scenario, list(found.notes), list(found.near)
+        )
+        write_text(html, shown, PAGE)
 
 
 def _run_jobs(
@@ -197,7 +200,7 @@ def plan_command(
     if html is not None:
         from echograph.workflow.report.search import search_page
 
-        write_text(html, search_page(found.found), "page: open it in a browser")
+        write_text(html, search_page(found.found), PAGE)
     if found.found.ended == "interrupt":
         raise KeyboardInterrupt
 
@@ -260,7 +263,7 @@ def sweep_command(
     if html is not None:
         from echograph.workflow.report.sweep import sweep_page
 
-        write_text(html, sweep_page(found), "page: open it in a browser")
+        write_text(html, sweep_page(found), PAGE)
     if found.ended:
         raise KeyboardInterrupt
     found.require_answers()
@@ -320,7 +323,7 @@ def compare_command(
         from echograph.workflow.report.comparison import comparison_page
 
         page = comparison_page(record, *results, (before.stem, after.stem))
-        write_text(html, page, "page: open it in a browser")
+        write_text(html, page, PAGE)
 
 
 def _print_comparison(record: dict[str, Any]) -> None:

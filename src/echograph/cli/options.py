@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from echograph.errors import UsageError
-from echograph.options import kinds, option_name
+from echograph.options import field_types, option_name
 from echograph.workflow.plan import Plan, read_plan
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -92,7 +92,7 @@ def _group(hint: Any) -> Any:
 
 def _options(group: Any) -> Iterator[inspect.Parameter]:
     """No option has a default of its own: only so can a file say what the command line does not."""
-    types = kinds(group)
+    types = field_types(group)
     for f in fields(group):
         name, kind = option_name(f.name), types[f.name]
         names = f"{name}/--no-{name[2:]}" if kind is bool else name

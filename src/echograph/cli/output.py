@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from echograph.simulator.result import Result
 
 MOST_OF_ERROR = 500
+PAGE = "page: open it in a browser"
 QUIET_S = 2.0
 """A command that writes to a file or a pipe says nothing of its stages for so long."""
 _CUT = " ... "

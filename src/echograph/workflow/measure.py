@@ -314,7 +314,7 @@ def measure_collectives(
     from torch import distributed
 
     from echograph.ir.files import whole_folder, write_whole
-    from echograph.profiler.measure.collectives import facts_of_ranks, header, sweep, table_row
+    from echograph.profiler.measure.collectives import facts_of_ranks, header, measure_collectives, table_row
 
     device = _device(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -323,7 +323,7 @@ def measure_collectives(
         facts = facts_of_ranks(device)
         logs: dict[str, list[str]] = {name: [header(name, facts)] for name in wanted}
         records: list[dict[str, Any]] = []
-        for measured in sweep(list(wanted), list(sizes), device, budget_s):
+        for measured in measure_collectives(list(wanted), list(sizes), device, budget_s):
             log = logs[measured.operation]
             log.append(table_row(measured, len(facts)))
             if first:

@@ -22,7 +22,7 @@ from echograph.ir.passes.kernels import PADDED, SUFFIX
 from echograph.ir.passes.pipeline.schedules import TURNING
 from echograph.ir.types import Attention, DType, Gemm
 from echograph.models.stacks import Stack, load_stack, stack_names
-from echograph.options import given, kinds, option, option_name
+from echograph.options import field_types, given, option, option_name
 
 if TYPE_CHECKING:
     from echograph.profiler.costs import DeviceProfile
@@ -383,7 +383,7 @@ def read_plan(path: Path) -> dict[str, Any]:
         raise InputError(f"plan file {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # also of a number with too many digits
         raise InputError(f"plan file {path}: is no TOML: {error}") from None
-    hints = kinds(Plan)
+    hints = field_types(Plan)
     values = {}
     for key, value in found.items():
         name = key.replace("-", "_")

@@ -242,7 +242,7 @@ class ReplayedJob:
         what = "step" if shown[0].name != TRACE else "trace"
         replayed, measured = (round(record[f"{word}_step_s"] * 1e12) for word in ("replayed", "measured"))
         ratio = replayed / measured - 1 if measured else 0.0
-        said = "measured, other" if self.changed else "measured"
+        said = "measured, as it was" if self.changed else "measured"
         lines = [
             f"{result.model} on {result.gpus} ranks ({result.device})",
             f"  {what:<14}{format_time(replayed)}   ({said}: {format_time(measured)}, {ratio:+.2%})",

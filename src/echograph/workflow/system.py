@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -177,23 +177,25 @@ class System:
         boards = graph.world_size if isinstance(graph, JobGraph) else 1
         slower = slowest_of(boards, self.cluster.gpu_spread)
         costs = KnownCosts() if costs is None else costs
-        annotated = estimate(graph, self.device, slower, costs)(graph)
-        if self.device.power is None or not (annotated.ops.kind == OpKind.COLLECTIVE).any():
-            return annotated
-        exposed = self._exposed(annotated, network)
-        return estimate(graph, self.device, slower, costs, exposed)(graph) if exposed else annotated
+        waits = self.device.power is not None and bool(np.isin(graph.ops.kind, COMMUNICATIONS).any())
+        exposed = partial(self._exposed, graph, network) if waits else None
+        return estimate(graph, self.device, slower, costs, exposed)(graph)
 
-    def _exposed(self, graph: Graph, network: NetworkModel | None) -> dict[tuple[int, int], int]:
-        """What kernels of each call of an annotated graph wait for communication of its own (`exposed_ps`)."""
+    def _exposed(
+        self, graph: Graph, network: NetworkModel | None, kernels: Annotate
+    ) -> dict[tuple[int, int], int]:  # fmt: skip
+        """What kernels wait for communication of their call in a micro-batch amid the others (`exposed_ps`)."""
         from echograph.simulator.durations import durations
         from echograph.simulator.exposed import exposed_ps
 
+        timed: Graph = kernels(graph)
         job = (
-            graph
-            if isinstance(graph, JobGraph)
-            else JobGraph(**{f.name: getattr(graph, f.name) for f in fields(graph)})
+            timed
+            if isinstance(timed, JobGraph)
+            else JobGraph(**{f.name: getattr(timed, f.name) for f in fields(timed)})
         )
-        return exposed_ps(job, durations(job, replace(self.cluster, degraded=()), network=network).picoseconds)
+        takes = durations(job, replace(self.cluster, degraded=()), network=network).picoseconds
+        return exposed_ps(job, takes, [program.usual_calls for program in job.programs])
 
     @property
     def architecture(self) -> str:

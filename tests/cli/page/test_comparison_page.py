@@ -14,7 +14,8 @@ def results(cli: Any, graph: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
     """JSON and page of one prediction, and the JSON of another."""
     plain, page, other = tmp_path / "a.json", tmp_path / "a.html", tmp_path / "b.json"
     assert cli("echosim", "run", graph, "--gpus", 8, "-o", plain, "--html", page).status == 0
-    assert cli("echosim", "run", graph, "--gpus", 8, "--tp", 2, "-o", other).status == 0
+    others = ("--tp", 2, "--cluster", "dgx-h200")
+    assert cli("echosim", "run", graph, "--gpus", 8, *others, "-o", other).status == 0
     return plain, page, other
 
 
@@ -36,7 +37,9 @@ def test_the_page_of_two_shows_what_differs(cli: Any, results: tuple[Path, Path,
     assert page.texts("h1") == ["a against b"]
     step = record["figures"]["step_time_s"]
     assert f"{100 * (step['ratio'] - 1):+.1f} %" in page.texts("b")
-    assert ["tp", "1", "2"] in rows(text, "What is set otherwise")
+    set_otherwise = rows(text, "What is set otherwise")
+    assert ["tp", "1", "2"] in set_otherwise
+    assert [row[0] for row in set_otherwise].count("cluster") == 1
     shown = rows(text, "Where the step goes")
     assert len(shown) == len(record["figures"])
     for row, figure in zip(shown, record["figures"].values(), strict=True):

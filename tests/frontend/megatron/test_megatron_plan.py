@@ -8,6 +8,7 @@ distributed optimizer over 32 ranks, 1,024 in all.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -98,5 +99,8 @@ def test_products_and_exchanges_of_each_micro_batch_are_equal(stage: int) -> Non
 
 
 def test_step_times_differ_by_less_than_three_percent() -> None:
-    theirs, ours = (predict(job)[0].step_ps for job in (captured(), planned()))
+    # The plan names no stack, so what Megatron-Core's chooses (cuDNN's attention, a quicker host) is in neither.
+    job = captured()
+    plain = replace(job, workload=replace(job.workload, stack=""))
+    theirs, ours = (predict(job)[0].step_ps for job in (plain, planned()))
     assert abs(ours - theirs) < 0.03 * theirs

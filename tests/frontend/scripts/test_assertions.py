@@ -48,6 +48,7 @@ def _run(folder: Path, check: str) -> ScriptRun:
         "if step < 0:\n    pass\nelif low > high:\n    raise ValueError('order')\nelse:\n    out = out * 2",
         "try:\n    out = out + 1\nfinally:\n    assert low < high",
         "if torch.min(out) < -1.0:\n    print('min value is', torch.min(out))",
+        "check.clipped = 0\nif low > 1.0:\n    check.clipped += 1\nif check.clipped:\n    raise SystemExit",
         "global best\nif low < best:\n    best = low\nelse:\n    raise SystemExit",
         "global best\nif step < 0 or best < high:\n    out, best = out * 2, high",
         "global best\nis_best = high > best\nbest = max(high, best)\nif not is_best:\n    raise SystemExit",
@@ -62,13 +63,14 @@ def _run(folder: Path, check: str) -> ScriptRun:
 def test_what_would_raise_is_taken_not_to(tmp_path: Path, check: str) -> None:
     run = _run(tmp_path, check)
     assert run.recorder.recorded
-    assert any("raises or prints by values" in line for line in run.recorder.notes)
+    assert any("raises, prints or counts by values" in line for line in run.recorder.notes)
 
 
 @pytest.mark.parametrize(
     "check",
     [
         "if low > high:\n    out = out * 2",
+        "clipped = 0.0\nif low > high:\n    clipped += high",
         "if low > high:\n    print(low)\nelse:\n    out = out * 2",
         "if low > high:\n    if step:\n        raise ValueError('order')",
         "try:\n    assert low > high\nexcept AssertionError:\n    out = out * 2",

@@ -74,6 +74,52 @@ def test_a_model_and_a_data_set_of_the_hub(tmp_path: Path) -> None:
     assert dict(os.environ) == before
 
 
+def test_a_package_that_the_script_does_not_import_may_be_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "evaluate.py").write_text("raise OSError('Could not load this library')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)
+    text = """import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+    assert run(tmp_path, text, Fakes(data={"nyu-mll/glue": None})).recorder.recorded
+
+
+def test_the_hub_has_a_data_set_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may ask whether there is one before it loads it; what the user's own cache has stays as it is."""
+    pytest.importorskip("datasets")
+    own = tmp_path / "own" / "datasets--nyu-mll--glue"
+    own.mkdir(parents=True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(own.parent))
+    text = """import os, torch
+from huggingface_hub import snapshot_download
+assert os.path.isdir(snapshot_download(repo_id="nyu-mll/glue", repo_type="dataset", ignore_patterns=["*"]))
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+    assert run(tmp_path, text, Fakes(data={"nyu-mll/glue": None})).recorder.recorded
+    assert not list(own.iterdir())
+
+
+def test_a_package_that_makes_data_and_is_broken_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "datasets.py").write_text("raise OSError('no such library')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    with pytest.raises(
+        CaptureError, match=r"datasets is installed, and cannot be imported.*OSError: no such library"
+    ):
+        run(tmp_path, "", Fakes(data={"nyu-mll/glue": None}))
+
+
 def test_rows_of_a_file(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     rows = tmp_path / "rows.jsonl"
@@ -153,7 +199,10 @@ def test_weights_that_cannot_be_downloaded_are_made(tmp_path: Path, monkeypatch:
     text = HUB.format(taken="held", checked="")
     found = run(tmp_path, text, Fakes()).recorder
     assert "small-1234.pth: weights of the shapes of the model that takes them, which" in " ".join(found.notes)
-    with pytest.raises(CaptureError, match=r"^train\.py:4: URLError.* it is downloaded, and is not here"):
+    with pytest.raises(
+        CaptureError,
+        match=r"^train\.py:4: URLError.* https://.*/small\.json is downloaded, and is not here",
+    ):
         run(tmp_path, text.replace("small-1234.pth", "small.json"), Fakes())
 
 

@@ -6,6 +6,8 @@ import importlib
 import multiprocessing
 import os
 import sys
+import urllib.error
+import urllib.request
 from collections import Counter
 from pathlib import Path
 
@@ -287,6 +289,24 @@ def test_a_module_that_the_scripts_own_folder_lacks_is_no_package_to_install(
     assert "its folder own_helpers has no scheduler" in said
 
 
+def test_a_package_lies_where_pip_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install --target`: no folder is called site-packages."""
+    (tmp_path / "placed_here").mkdir()
+    (tmp_path / "placed_here" / "__init__.py").touch()
+    (tmp_path / "placed_here-2.0.dist-info").mkdir()
+    (tmp_path / "placed_here-2.0.dist-info" / "METADATA").write_text("Name: placed-here\nVersion: 2.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = remedy(_raised("placed_here", "gone"), Path("train.py"))
+    assert "has no such name: install the version" in said
+
+
+def test_a_download_that_fails_says_of_what() -> None:
+    """Python's own error does not."""
+    with pytest.raises(urllib.error.URLError) as caught:
+        urllib.request.urlopen(urllib.request.Request("http://no.such.host.invalid/words.txt"))
+    assert remedy(caught.value, Path("train.py")).startswith("http://no.such.host.invalid/words.txt is downloaded")
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -356,12 +376,19 @@ def test_the_older_launcher_says_which_rank_it_is_of_its_machine(tmp_path: Path)
     [
         "subprocess.run(['torchrun', *given], check=True, env=os.environ | {'LR': '3'})",
         "subprocess.Popen([sys.executable, '-u', '-m', 'torch.distributed.run', *given]).wait()",
+        "subprocess.run(shlex.join(['torchrun', *given]), shell=True, check=True)",
+        "assert os.system(shlex.join(['torchrun', *given])) == 0",
+        "os.execvp('torchrun', ['torchrun', *given])",
+        "os.execvpe('/bin/torchrun', ['torchrun', *given], os.environ | {'LR': '3'})",
+        "subprocess.run(['accelerate', 'launch', '--multi_gpu', '--num_processes', '8', *given[2:]], check=True)",
     ],
 )
 def test_what_a_script_starts_by_torchrun_runs_in_its_place(tmp_path: Path, start: str) -> None:
     started = tmp_path / "started.py"
     started.write_text(LAUNCHED.format(argv=["--lr", "3"]))
-    text = f"""import os, subprocess, sys
+    if "accelerate" in start:
+        pytest.importorskip("accelerate")
+    text = f"""import os, shlex, subprocess, sys
 assert subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True).stdout == b"1\\n"
 given = ["--nproc-per-node", "8", {str(started)!r}, "--lr", "3"]
 {start}

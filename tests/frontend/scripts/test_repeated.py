@@ -196,3 +196,33 @@ def test_a_step_that_evaluates_as_none_before_it_is_not_recorded(
     found = [node for node in run.recorder.graph.nodes if str(node.target) == "aten.addmm.default"]
     assert len(found) == products and run.recorder.steps == steps
     assert any("train.py:10: step 2 runs modules" in note for note in run.recorder.notes) == (steps == 3)
+
+
+TURNS = """import torch
+made, judged = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 1).cuda()
+first = torch.optim.{kind}(judged.parameters(), lr=0.1)
+second = torch.optim.{kind}(made.parameters(), lr=0.1)
+for step in range(4):
+    first.zero_grad()
+    judged(made(torch.ones(4, 8, device="cuda")).detach()).sum().backward()
+    first.step()
+    second.zero_grad()
+    judged(made(torch.ones(4, 8, device="cuda"))).sum().backward()
+    second.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "moves", "steps", "held"), [("Adam", True, 3, 162), ("Adam", False, 2, 18), ("SGD", True, 2, 0)]
+)
+def test_a_step_in_which_an_optimizer_makes_its_state_is_not_recorded(
+    tmp_path: Path, kind: str, moves: bool, steps: int, held: int
+) -> None:
+    """A step ends with the optimizer that stepped first: the other's first one is in the second."""
+    path = tmp_path / "train.py"
+    path.write_text(TURNS.format(kind=kind))
+    run = run_script(Script(path=path, moves=moves), World(), TorchAdapter())
+    nodes = [node for node in run.recorder.graph.nodes if node.meta.get("role") == "optimizer_state"]
+    assert sum(node.meta["val"].numel() for node in nodes if node.meta["val"].dim()) == held
+    assert run.recorder.steps == steps
+    assert any("train.py:11: step 2 is the first of an optimizer" in n for n in run.recorder.notes) == (steps == 3)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echograph.ir.chakra.messages import ChakraNode, CommType, NodeType, write
+from echograph.ir.chakra.messages import ChakraNode, CommType, NodeType, write_nodes
 
 NAME = "tiny"
 Ranks = dict[int, list[ChakraNode]]
@@ -67,7 +67,7 @@ def write_set(folder: Path, ranks: Ranks, groups: Mapping[str, Any] | None) -> P
     """Writes a set; its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank, nodes in ranks.items():
-        write(folder / f"{NAME}.{rank}.et", nodes)
+        write_nodes(folder / f"{NAME}.{rank}.et", nodes)
     if groups is not None:
         (folder / "comm_groups.json").write_text(json.dumps(groups))
     return folder

@@ -16,7 +16,7 @@ from echograph.errors import EchoError, OutputError, PlanError, SimulationError,
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.chakra import writer as chakra
-from echograph.ir.chakra.messages import read, read_metadata, write
+from echograph.ir.chakra.messages import read_metadata, read_nodes, write_nodes
 from echograph.ir.chakra.writer import LEAST_GATHER_BYTES, write_chakra
 from echograph.ir.graph import Axis, JobGraph
 
@@ -227,7 +227,7 @@ def test_rounding_is_carried_on(durations: list[int], tmp_path_factory: pytest.T
         kernel(made, picoseconds)
     folder = tmp_path_factory.mktemp("rounding") / "out"
     done = write_chakra(made.build(JobGraph), folder)
-    micros = [node.duration_us for node in read(folder / "small.0.et")]
+    micros = [node.duration_us for node in read_nodes(folder / "small.0.et")]
     run = [US * micro or 1000 for micro in micros]
     for end in range(1, len(durations) + 1):
         assert abs(sum(run[:end]) - sum(durations[:end])) <= US // 2 + 1000 * end
@@ -322,7 +322,7 @@ def test_files_are_those_that_the_message_classes_write(tmp_path: Path) -> None:
     exported(made, tmp_path / "out")
     for rank in (0, 127, 128, 399):
         file = tmp_path / "out" / f"small.{rank}.et"
-        write(tmp_path / "again.et", read(file), read_metadata(file)[1])
+        write_nodes(tmp_path / "again.et", read_nodes(file), read_metadata(file)[1])
         assert (tmp_path / "again.et").read_bytes() == file.read_bytes()
 
 

@@ -25,10 +25,10 @@ from echograph.profiler.analyses.critical_path import (
     Bound,
     CriticalGraph,
     Edge,
-    breakdown,
     critical_graph,
     load_graph,
-    save_graph,
+    path_bounds,
+    save_critical_graph,
 )
 from echograph.profiler.traces import read_traces
 from echograph.profiler.traces.relations import call_stacks
@@ -108,7 +108,7 @@ def test_what_if_changes_the_summary_too(measured_data: Path) -> None:
     graph = published(measured_data, "critical-path-alexnet")
     faster = graph.scaled(0.1, bounds=[Bound.cpu_bound])
     assert faster.path().length == pytest.approx(6996.2 * US)
-    summary = {name: spent for name, spent, _ in breakdown(faster)}
+    summary = {name: spent for name, spent, _ in path_bounds(faster)}
     assert sum(summary.values()) == pytest.approx(6996.2)
     assert summary["cpu_bound"] == pytest.approx(3204.2)
     assert graph.path().length == 35_834 * US
@@ -124,8 +124,8 @@ def test_halving_a_kind_of_edge(measured_data: Path, name: str, kind: Edge) -> N
     kept = int(halved.weight[before.edges].sum())
     assert kept <= after.length <= before.length
     assert int(halved.weight[after.edges].sum()) == after.length
-    assert sum(spent for _, spent, _ in breakdown(halved)) == pytest.approx(after.length / US)
-    assert sum(share for _, _, share in breakdown(halved)) == pytest.approx(100)
+    assert sum(spent for _, spent, _ in path_bounds(halved)) == pytest.approx(after.length / US)
+    assert sum(share for _, _, share in path_bounds(halved)) == pytest.approx(100)
     assert np.array_equal(halved.weight == graph.weight, (graph.kind != kind) | (graph.weight == 0))
 
 
@@ -248,9 +248,9 @@ def test_loading_data_is_on_the_path_where_it_is_named(tmp_path: Path) -> None:
 
 def test_what_loads_data_is_kept_with_the_graph(tmp_path: Path) -> None:
     graph = critical_graph(trace(tmp_path, loading()), data_load_events="DataLoader")
-    save_graph(graph, tmp_path / "graph.npz")
-    assert breakdown(load_graph(tmp_path / "graph.npz", graph.trace)) == breakdown(graph)
-    assert "data_loading" in [name for name, *_ in breakdown(graph)]
+    save_critical_graph(graph, tmp_path / "graph.npz")
+    assert path_bounds(load_graph(tmp_path / "graph.npz", graph.trace)) == path_bounds(graph)
+    assert "data_loading" in [name for name, *_ in path_bounds(graph)]
 
 
 def test_an_awaited_event_delays_another_stream(tmp_path: Path) -> None:
@@ -349,10 +349,10 @@ def test_saved_and_restored(tmp_path: Path) -> None:
     one = trace(tmp_path, small())
     graph = critical_graph(one).scaled(0.5, edges=[Edge.kernel_launch_delay])
     file = tmp_path / "graph.npz"
-    save_graph(graph, file)
+    save_critical_graph(graph, file)
     again = load_graph(file, one)
     assert again.path().length == graph.path().length == (SMALL_US - 10) * US
-    assert breakdown(again) == breakdown(graph)
+    assert path_bounds(again) == path_bounds(graph)
     with pytest.raises(DataError, match="another trace"):
         load_graph(file, dataclasses.replace(one, start=one.start + 1))
     (tmp_path / "broken.npz").write_bytes(b"PK but no archive")

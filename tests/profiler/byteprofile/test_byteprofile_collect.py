@@ -10,7 +10,7 @@ import pytest
 from profiled_jobs import EDGES, communication, complete, computation, dpro_nccl, sources, write
 
 from echograph.errors import DataError, InputError
-from echograph.profiler.byteprofile.combine import collect, final_name, iteration_table, iterations, operator_name
+from echograph.profiler.byteprofile.combine import collect, final_name, iteration_table, iterations, node_name
 from echograph.profiler.byteprofile.reader import events_of, find_job
 
 MS = 1e-3
@@ -48,7 +48,7 @@ def test_the_final_trace_is_what_byteprofile_would_have_written(tmp_path: Path) 
     ],
 )
 def test_names_of_mxnet(raw: str, name: str) -> None:
-    assert operator_name(raw) == name
+    assert node_name(raw) == name
 
 
 def test_only_operators_are_made_anew_where_it_is_asked_for(tmp_path: Path) -> None:

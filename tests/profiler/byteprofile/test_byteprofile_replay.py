@@ -39,13 +39,13 @@ from echograph.profiler.byteprofile.dag import (
     as_dot,
     as_events,
     as_gml,
+    dag_table,
     delayed,
     path_table,
     read_dag,
-    replay,
+    run_dag,
     sensitivity,
     step_table,
-    table,
 )
 from echograph.profiler.byteprofile.dependencies import coupled, dependencies, observed_order
 from echograph.profiler.byteprofile.reader import events_of, find_job
@@ -108,7 +108,7 @@ def test_no_worker_pulls_before_all_have_pushed(job: Path) -> None:
     expected = slowest + PUSHED + STEP
     assert lengths(job, queues=True)[-1] == expected
     # The other worker's root waits too: its pull starts when the last push is in.
-    done = replay(composed(job, queues=True)[1])
+    done = run_dag(composed(job, queues=True)[1])
     assert starts_of(done)["wk0.rank1.Comm.wa.PULL.10"] == (slowest + PARTS["PUSH"]) * US
     # Alone, it does not.
     assert lengths(job / "worker0", queues=True)[-1] == COMPUTED + HANDED + PUSHED + STEP
@@ -124,7 +124,7 @@ def test_gpus_that_reduce_among_themselves_wait_for_each_other(tmp_path: Path) -
         gml(tmp_path / "w" / str(rank) / "dag.gml", [("FW.a", "BW.a"), ("BW.a", "Comm.w"), ("Comm.w", "STEP")])
     dags, all_ = composed(tmp_path / "w", queues=True)
     assert [dag.longest_path().length / US for dag in dags] == [213, 283]
-    done = replay(all_)
+    done = run_dag(all_)
     # Both broadcast when the slower one has reduced: 170 + 50 + 3 + 20. Keys differ, the partition is the first.
     assert {name: start / US for name, start in starts_of(done).items() if "BROADCAST" in name} == {
         "rank0.Comm.w.BROADCAST.4": 243,
@@ -140,7 +140,7 @@ def test_horovods_all_reduce_waits_for_the_slowest_and_its_waiting_is_left_out(t
     work = sum(dur for part, dur in NCCL.items() if part not in ("Sync", "QUEUE"))
     alone = COMPUTED + work + update
     assert lengths(trial, queues=True) == [alone, alone, alone, alone + 13, alone + 13]
-    done = replay(composed(trial, queues=True)[1])
+    done = run_dag(composed(trial, queues=True)[1])
     starts = {name: start for name, start in starts_of(done).items() if "ALLREDUCE" in name}
     assert set(starts.values()) == {(COMPUTED + 13 + NCCL["MEMCPY_IN_FUSION_BUFFER"]) * US}
     assert len(starts) == 4
@@ -194,7 +194,7 @@ def test_operators_wait_for_those_that_ran_before_them(tmp_path: Path) -> None:
 def test_steps_follow_each_other_on_each_gpu(worker: Path) -> None:
     _, all_ = composed(worker)
     first, second = COMPUTED + OWN + 15 + STEP, HALF + 2 * ROOT + 15 + STEP
-    found = step_table(replay(all_, steps=3)).records()
+    found = step_table(run_dag(all_, steps=3)).records()
     assert found == [
         {
             "step": step,
@@ -207,7 +207,7 @@ def test_steps_follow_each_other_on_each_gpu(worker: Path) -> None:
         for gpu, length in enumerate((first, second))
     ]
     with pytest.raises(UsageError, match="--step-num 0: give 1 or more"):
-        replay(all_, steps=0)
+        run_dag(all_, steps=0)
 
 
 def test_delays_of_communication_computation_and_one_node(worker: Path) -> None:
@@ -215,7 +215,7 @@ def test_delays_of_communication_computation_and_one_node(worker: Path) -> None:
     communicated, computed = 2 * ROOT + 15, HALF + STEP
 
     def step(what: str, change: Change) -> float:
-        return replay(delayed(all_, what, change)).makespan / US
+        return run_dag(delayed(all_, what, change)).makespan / US
 
     assert step("communication", Change(2.0, 0)) == computed + 2 * communicated
     assert step("computation", Change(1.5, 0)) == 1.5 * computed + communicated
@@ -252,7 +252,7 @@ def test_each_nth_critical_node_is_delayed_alone(worker: Path) -> None:
 def test_a_replay_read_back_takes_what_was_measured(worker: Path, tmp_path: Path) -> None:
     _, all_ = composed(worker, queues=True, at_run_time=True)
     path = tmp_path / "replay.json"
-    path.write_text("".join(as_trace(as_events(replay(all_, steps=2)))))
+    path.write_text("".join(as_trace(as_events(run_dag(all_, steps=2)))))
     again = {label.name: average for label, average in statistics(events_of(path)).average_ps().items()}
     measured = statistics(find_job(worker).events()).average_ps()
     kept = {label.name: ps for label, ps in measured.items() if label.part or label.category != "Comm"}
@@ -292,11 +292,11 @@ def test_a_replay_takes_as_long_as_networkx_says(dag: Dag, ratio: int) -> None:
     path = dag.longest_path()
     assert path.length == expected == sum(node.duration for node in path.nodes)
     assert all(a.name in dag.waits[b.name] for a, b in itertools.pairwise(path.nodes))
-    done = replay(dag)
+    done = run_dag(dag)
     assert max(starts_of(done)[name] + node.duration for name, node in dag.nodes.items()) == expected
     for name, start in starts_of(done).items():
         assert start == max((starts_of(done)[b] + dag.nodes[b].duration for b in dag.waits[name]), default=0)
-    slower = replay(dag.changed({name: ratio * node.duration for name, node in dag.nodes.items()}))
+    slower = run_dag(dag.changed({name: ratio * node.duration for name, node in dag.nodes.items()}))
     assert slower.makespan == ratio * done.makespan
 
 
@@ -315,7 +315,7 @@ def test_a_graph_read_back_is_the_same(tmp_path_factory: pytest.TempPathFactory,
 
 def test_an_order_and_a_drawing(worker: Path) -> None:
     _, all_ = composed(worker)
-    rows = table(all_).records()
+    rows = dag_table(all_).records()
     place = {row["name"]: number for number, row in enumerate(rows)}
     for before, after in EDGES:
         if before != "STEP":
@@ -323,7 +323,7 @@ def test_an_order_and_a_drawing(worker: Path) -> None:
     assert next(row["waits_for"] for row in rows if row["name"] == "rank1.STEP") == (
         "rank1.BW.a, rank1.Comm.wa, rank1.Comm.wb"
     )
-    assert len(table(all_, 3)) == 3
+    assert len(dag_table(all_, 3)) == 3
     text = "".join(as_dot(all_))
     assert text.count(" -> ") == 2 * (len(EDGES) - 1)
     assert text.count("subgraph") == 2

@@ -14,7 +14,7 @@ from echograph.errors import DataError, OutputError
 from echograph.profiler.byteprofile.reader import columns_of, events_of, find_job
 from echograph.profiler.byteprofile.report import (
     category_table,
-    comparison,
+    compared_operations,
     draw_settings,
     mapping,
     settings_of,
@@ -88,7 +88,7 @@ def test_categories_name_their_largest(worker: Path) -> None:
 def test_compare_gives_the_difference_of_averages(tmp_path: Path, worker: Path) -> None:
     slower = byteprofile(tmp_path / "slower", slower=44)
     runs = [statistics(find_job(path).events()) for path in (worker, slower)]
-    found = comparison(*runs, sort=True).records()
+    found = compared_operations(*runs, sort=True).records()
     first = sum(FW_A) / 2 * MS
     assert found[0] == {
         "name": "rank1.FW.a",
@@ -98,8 +98,8 @@ def test_compare_gives_the_difference_of_averages(tmp_path: Path, worker: Path) 
         "relative": pytest.approx(44 * MS / first),
     }
     assert all(row["difference_ms"] == 0 for row in found[1:])
-    assert len(comparison(*runs, head=3)) == 3
-    assert comparison(*runs).records()[0]["name"] == "rank0.FW.a"
+    assert len(compared_operations(*runs, head=3)) == 3
+    assert compared_operations(*runs).records()[0]["name"] == "rank0.FW.a"
 
 
 def test_compare_leaves_out_what_one_run_lacks(tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ def test_compare_leaves_out_what_one_run_lacks(tmp_path: Path) -> None:
         )
         for i, names in enumerate(traces)
     ]
-    table = comparison(*runs, sort=True)
+    table = compared_operations(*runs, sort=True)
     assert [(row["name"], row["relative"]) for row in table.records()] == [("FW.b", 0), ("FW.zero", None)]
     assert table.notes == ("1 names are only in the first and 1 only in the second",)
     with pytest.raises(DataError, match="no name is in both"):
-        comparison(
+        compared_operations(
             runs[0], statistics(events_of(write(tmp_path / "o.json", [complete("BW.z", 0, 1, "operator")])))
         )
 

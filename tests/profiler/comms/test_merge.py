@@ -17,7 +17,7 @@ from echograph.ir.comms.bandwidth import base_operation, bus_factor, message_byt
 from echograph.ir.comms.record import FORMAT, CallSignature, EndLine, GroupLine, HeaderLine, encode
 from echograph.profiler.comms import report as report_module
 from echograph.profiler.comms.report import report_on
-from echograph.profiler.comms.views import ChromeTrace, page
+from echograph.profiler.comms.views import ChromeTrace, collectives_page
 
 MS = 10**6
 
@@ -169,7 +169,7 @@ def test_the_chrome_trace_and_the_page_hold_the_calls(tmp_path: Path) -> None:
         (0, 0, 9000, 2000),
         (1, 2000, 7000, 0),
     ]
-    text = page(report, "Of <b>")
+    text = collectives_page(report, "Of <b>")
     assert "<script" not in text and "http" not in text.replace("http-equiv", "")
     opened: list[str] = []
 

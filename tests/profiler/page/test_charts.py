@@ -89,4 +89,11 @@ def test_points_are_logarithmic() -> None:
     named = [("a", 1.0, 10.0), ("b", 10.0, 100.0), ("c", 100.0, 1000.0), ("no", 0.0, 5.0)]
     places = Page(charts.points(named, "", "")).all("circle")
     assert [share(p, "cx") for p in places] == pytest.approx([1, 50, 99])
-    assert [float(p["cy"] or 0) for p in places] == pytest.approx([162, 87, 12])
+    assert [float(p["cy"] or 0) for p in places] == pytest.approx([144, 81, 18])
+
+
+def test_numbers_between_the_ends_of_an_axis_have_room() -> None:
+    places = [8.0, 9.0, 16.0, 32.0, 62.0, 64.0]
+    drawn = Page(charts.curves({"a": charts.Curve(places, places, places, places)}, "GPUs", "s"))
+    middle = [a["x"] for tag, a, _ in drawn.found if tag == "text" and a.get("text-anchor") == "middle"]
+    assert middle == ["14.29%", "42.86%"]

@@ -15,7 +15,7 @@ pytest.importorskip("networkx", reason="needs the [report] extra")
 
 from networkx import DiGraph, read_gml, write_gml
 
-from echograph.profiler.byteprofile.dag import replay
+from echograph.profiler.byteprofile.dag import run_dag
 from echograph.profiler.byteprofile.dependencies import coupled, dependencies
 from echograph.profiler.byteprofile.reader import find_job
 from echograph.profiler.record.dependencies import add_durations
@@ -112,7 +112,7 @@ def test_the_replay_takes_the_longest_path(tmp_path: Path) -> None:
     job = find_job(tmp_path)
     gpus = dependencies(job)
     found = coupled(job, gpus, [gpu.dag for gpu in gpus])
-    assert replay(found).step == (15 + 30 + 60 + 500 + 150) * PS_PER_US
+    assert run_dag(found).step == (15 + 30 + 60 + 500 + 150) * PS_PER_US
 
 
 def test_kernels_count_instead_of_the_host(tmp_path: Path) -> None:

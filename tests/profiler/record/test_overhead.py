@@ -14,23 +14,23 @@ from echograph.profiler.record.overhead import (
     NODE,
     OPERATOR,
     UPDATE,
-    kind_of,
+    counted_as,
     measure_overhead,
     two_kinds,
 )
 
 
 def test_what_operators_count_as() -> None:
-    assert kind_of("aten::linear", None) == OPERATOR
-    assert kind_of("aten::addmm", "aten::linear") == NESTED
-    assert kind_of(f"{EVALUATES}MulBackward0", None) == NODE
+    assert counted_as("aten::linear", None) == OPERATOR
+    assert counted_as("aten::addmm", "aten::linear") == NESTED
+    assert counted_as(f"{EVALUATES}MulBackward0", None) == NODE
     # The function of a node counts with the node; what it calls is called by compiled code.
-    assert kind_of("MulBackward0", f"{EVALUATES}MulBackward0") is None
-    assert kind_of("aten::mul", "MulBackward0") == NESTED
+    assert counted_as("MulBackward0", f"{EVALUATES}MulBackward0") is None
+    assert counted_as("aten::mul", "MulBackward0") == NESTED
     # A function in Python, and hooks on gradients, call from Python.
-    assert kind_of("_ScaleBackward", f"{EVALUATES}_ScaleBackward") is None
-    assert kind_of("aten::mul", "_ScaleBackward") == OPERATOR
-    assert kind_of("aten::copy_", f"{EVALUATES}torch::autograd::AccumulateGrad") == OPERATOR
+    assert counted_as("_ScaleBackward", f"{EVALUATES}_ScaleBackward") is None
+    assert counted_as("aten::mul", "_ScaleBackward") == OPERATOR
+    assert counted_as("aten::copy_", f"{EVALUATES}torch::autograd::AccumulateGrad") == OPERATOR
 
 
 cost = st.floats(0, 1e-3)

@@ -25,7 +25,7 @@ from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, CopyDirection, Duration, Source
 from echograph.profiler.analyses import ANALYSES
 from echograph.profiler.analyses.table import AnswerTable
-from echograph.profiler.analyses.work import KernelKind, kinds
+from echograph.profiler.analyses.work import KernelKind, kernel_kinds
 from echograph.profiler.traces import TraceSet, read_traces
 from echograph.profiler.traces.events import TEXTS
 from echograph.profiler.traces.simulated import simulated_traces
@@ -267,12 +267,12 @@ def test_copies_are_copies(tmp_path: Path) -> None:
     traces = read_back(job, result.timeline, tmp_path / "trace.json")
     check_columns(job, result.timeline, tmp_path / "trace.json")
     device = traces[0].rows(traces[0].on_device)
-    assert sorted(device.text(row) for row in np.flatnonzero(kinds(device) == KernelKind.MEMORY)) == [
+    assert sorted(device.text(row) for row in np.flatnonzero(kernel_kinds(device) == KernelKind.MEMORY)) == [
         "Memcpy DtoD (offload)",
         "Memcpy DtoH (offload)",
         "Memcpy HtoD (offload)",
     ]
-    assert int((kinds(device) == KernelKind.COMPUTATION).sum()) == 1
+    assert int((kernel_kinds(device) == KernelKind.COMPUTATION).sum()) == 1
     assert int(device.of_category(COPIES).sum()) == 3
     rates = ANALYSES["memory-bandwidth"](traces).records()
     assert {row["memory_bw_gbps"] for row in rates} == {0.0, 250.0}, "a megabyte in four microseconds"

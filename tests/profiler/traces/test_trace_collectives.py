@@ -12,7 +12,12 @@ from small_traces import job, launched, operator, work, write
 from echograph.errors import FormatError
 from echograph.ir.comms.record import FORMAT, CallSignature, GroupLine, HeaderLine, RecordLine, encode
 from echograph.profiler.traces import read_trace
-from echograph.profiler.traces.collectives import MatchedCollective, collectives, collectives_of_job, kind_of
+from echograph.profiler.traces.collectives import (
+    MatchedCollective,
+    collective_of_kernel,
+    collectives,
+    collectives_of_job,
+)
 
 KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 
@@ -30,7 +35,7 @@ KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
     ],
 )
 def test_names_of_one_collective(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
+    assert collective_of_kernel(name) == kind
 
 
 def test_sizes_and_groups_are_read_from_whichever_row_has_them(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_other_collectives_on_unseen_sizes(unseen: Unseen, fabric: str, kind: st
 def test_64_and_128_gpus_from_16_and_32(rows: list[CollectiveRow]) -> None:
     recipe = next(recipe for recipe in RECIPES if recipe.fabric == "hdr200")
     mine = fabrics.rows_of(recipe, rows)
-    made = fabrics.fit(recipe, [row for row in mine if row.ranks <= 32])
+    made = fabrics.fit_recipe(recipe, [row for row in mine if row.ranks <= 32])
     far = [row for row in mine if row.ranks > 32 and row.size_bytes >= 65536]
     assert error_by_kind(far, fabrics.predict(recipe, made, far))["all_reduce"] <= NETWORK_BAR
 
@@ -83,7 +83,7 @@ def test_64_and_128_gpus_from_16_and_32(rows: list[CollectiveRow]) -> None:
 def alps(rows: list[CollectiveRow]) -> dict[int, float]:
     """Mean absolute error above 1 MiB by GPUs on Alps, by a fit to no more than 64 of them."""
     recipe = next(recipe for recipe in RECIPES if recipe.fabric == "slingshot11")
-    made = fabrics.fit(recipe, [row for row in fabrics.rows_of(recipe, rows) if row.ranks <= 64])
+    made = fabrics.fit_recipe(recipe, [row for row in fabrics.rows_of(recipe, rows) if row.ranks <= 64])
     every = [row for row in rows if row.interconnect.startswith("Slingshot") and "aws-1.13.0" in row.source]
     far = [row for row in every if row.ranks > 64 and row.size_bytes > 1 << 20]
     off = np.abs(fabrics.predict(recipe, made, far) / np.array([row.seconds for row in far]) - 1)
@@ -113,7 +113,7 @@ def test_curves_of_another_source_and_nccl(rows: list[CollectiveRow]) -> None:
 def test_shipped_files_are_what_the_program_writes(rows: list[CollectiveRow]) -> None:
     for recipe in RECIPES:
         mine = fabrics.rows_of(recipe, rows)
-        made = fabrics.fit(recipe, mine)
+        made = fabrics.fit_recipe(recipe, mine)
         shipped = read_fabric_document(recipe.fabric)
         assert shipped["about"]["rows"] == len(mine), recipe.fabric
         assert shipped["about"]["source"] == recipe.source, recipe.fabric

@@ -14,6 +14,7 @@ from echograph.ir.graph import StepGraph
 from echograph.simulator.clusters import cluster_names, load_cluster
 from echograph.simulator.collectives import CollectiveName
 from echograph.simulator.durations import NetworkModel
+from echograph.workflow.compile import compile
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 from echograph.workflow.scenario import Scenario
@@ -82,6 +83,32 @@ def test_bounds_of_context_parallel_plans_hold(dense: StepGraph, draws: int) -> 
 def test_bounds_of_uneven_stages_hold(dense: StepGraph, draws: int) -> None:
     layouts = {"pp": (2, 4), "vpp": (1, 2), "stage_layers": ("1,3", "3,1", "0,4", "0,1,2,1", "1,1,1,1")}
     check(dense, Plan(gpus=8, global_batch=32), layouts | {"cp": (1,)}, draws)
+
+
+def test_a_stage_reduces_its_layers_beside_its_last_backward_pass(dense: StepGraph) -> None:
+    """With ZeRO-3, what that pass does not take longer than may be hidden."""
+    bounds = Bounds(dense, _system("ethernet-100g"), Scenario())
+    plan = Plan(gpus=32, pp=2, zero=3, global_batch=2048, cluster="ethernet-100g")
+    few, many = (
+        bounds._communication(bounds.step(its), its, 32, 4).ends
+        for its in (replace(plan, micro_batch=1), replace(plan, micro_batch=64))
+    )
+    assert few.any() and not many.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(gpus=1024, tp=8, pp=2, zero=3, micro_batch=4, global_batch=1536),
+        Plan(gpus=1024, tp=4, pp=2, zero=3, micro_batch=1, global_batch=1536, recompute="full"),
+    ],
+)
+def test_bounds_of_large_layers_that_are_sharded_hold(plan: Plan) -> None:
+    """Their reductions take more than half as long as the pass that they run beside."""
+    graph, system = compile("gpt3-175b", batch_size=2), _system("dgx-h100")
+    result, _ = predict(graph, plan, system, memory=False)
+    assert 0.9 * result.step_ps < Bounds(graph, system, Scenario()).second(plan, 1024).step_ps <= result.step_ps
 
 
 def test_rings_are_waited_for(dense: StepGraph) -> None:

@@ -23,7 +23,13 @@ from echograph.profiler.analyses.step_calls import (
 )
 from echograph.profiler.traces import TraceSet, read_trace, read_traces
 from echograph.workflow.plan import Plan
-from echograph.workflow.validation.traced import COMPILED, LOWERED, compare, pairs, validate_trace
+from echograph.workflow.validation.traced import (
+    COMPILED,
+    LOWERED,
+    compare_operators,
+    matched_calls,
+    validate_trace,
+)
 
 A100 = [{"id": 0, "name": "NVIDIA A100-SXM4-80GB", "totalGlobalMem": 85_000_000_000}]
 TRACES = Path(os.environ.get("ECHOGRAPH_DATA", Path(__file__).parents[4] / "shared" / "data")) / "traces"
@@ -61,7 +67,7 @@ def test_what_differs_has_another_word() -> None:
 def test_calls_stand_for_calls_of_the_same_operator_phase_and_size() -> None:
     predicted = [call("mm", size=8, us=7), call("mm", size=8, us=7), call("relu", size=4, us=1)]
     measured = [call("mm", size=8, us=10), call("mm", size=16, us=30), call("mm", "backward", size=8, us=5)]
-    rows = {(row.operator, row.phase): row for row in compare([measured], predicted)}
+    rows = {(row.operator, row.phase): row for row in compare_operators([measured], predicted)}
     forward, backward, relu = rows["mm", "forward"], rows["mm", "backward"], rows["relu", "forward"]
     assert (forward.calls, forward.predicted_calls, forward.matched) == (2, 2, 1)
     assert forward.measured_s == pytest.approx(40e-6)
@@ -73,7 +79,7 @@ def test_calls_stand_for_calls_of_the_same_operator_phase_and_size() -> None:
 
 
 def test_of_a_trace_without_shapes_order_alone_tells() -> None:
-    rows = compare(
+    rows = compare_operators(
         [[call("mm", us=1), call("mm", us=2), call("mm", us=4)]], [call("mm", size=8), call("mm", size=9)]
     )
     assert (rows[0].matched, rows[0].matched_s) == (2, pytest.approx(3e-6))
@@ -81,7 +87,7 @@ def test_of_a_trace_without_shapes_order_alone_tells() -> None:
 
 def test_steps_are_averaged_and_the_optimizer_is_one() -> None:
     steps = [[call("optimizer", OPTIMIZER, us=us), call("optimizer", OPTIMIZER, us=us)] for us in (10, 20)]
-    (row,) = compare(steps, [call("optimizer", OPTIMIZER, us=1)] * 100)
+    (row,) = compare_operators(steps, [call("optimizer", OPTIMIZER, us=1)] * 100)
     assert (row.calls, row.predicted_calls, row.matched) == (2, 100, 2)
     assert (row.measured_s, row.predicted_s) == (pytest.approx(30e-6), pytest.approx(100e-6))
 
@@ -90,7 +96,7 @@ def test_pairs_are_of_operators_that_both_ran_equally_often() -> None:
     measured = [call("mm", size=8, number=1), call("relu", size=4, number=2), call("relu", size=4, number=3)]
     measured.append(call("all_reduce", COMMUNICATION, number=4))
     predicted = [call("mm", size=8, number=11), call("relu", size=4, number=12)]
-    assert [(m.number, p.number) for m, p in pairs(measured, predicted)] == [(1, 11)]
+    assert [(m.number, p.number) for m, p in matched_calls(measured, predicted)] == [(1, 11)]
 
 
 # -- what a trace shows ------------------------------------------------------------------------------------------

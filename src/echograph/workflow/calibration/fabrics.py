@@ -335,7 +335,7 @@ def rows_of(recipe: FabricRecipe, rows: list[CollectiveRow]) -> list[CollectiveR
     return [row for row in rows if recipe.rows(row)]
 
 
-def fit(recipe: FabricRecipe, rows: list[CollectiveRow]) -> FabricFit:
+def fit_recipe(recipe: FabricRecipe, rows: list[CollectiveRow]) -> FabricFit:
     """Fits a recipe's fabric on given rows."""
     calibration = _calibration(recipe, rows)
     return fit_fabric(rows, calibration.predict, calibration.start(), upper=LIMITS)
@@ -347,7 +347,7 @@ def cross_validate(recipe: FabricRecipe, rows: list[CollectiveRow]) -> tuple[lis
     seconds: list[np.ndarray] = []
     for fold in range(FOLDS):
         test = [row for row in rows if size_fold(row, FOLDS) == fold and recipe.judged(row)]
-        made = fit(recipe, [row for row in rows if size_fold(row, FOLDS) != fold])
+        made = fit_recipe(recipe, [row for row in rows if size_fold(row, FOLDS) != fold])
         judged += test
         seconds.append(predict(recipe, made, test))
     return judged, np.concatenate(seconds)
@@ -367,7 +367,7 @@ def _start(recipe: FabricRecipe, date: str = "") -> dict[str, Any]:
     return {"about": about, **recipe.start()}
 
 
-def document(
+def fabric_document(
     recipe: FabricRecipe, made: FabricFit, rows: list[CollectiveRow], date: str
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """The fabric's file, and the errors by collective on rows unseen by their fit."""

@@ -171,7 +171,7 @@ def step_errors(rows: Iterable[PredictedStep]) -> StepErrors:
     )
 
 
-def estimate(errors: StepErrors, source: str = "", date: str = "") -> Form:
+def estimate_form(errors: StepErrors, source: str = "", date: str = "") -> Form:
     """The widths for a family like these.
 
     Args:
@@ -241,7 +241,7 @@ def leave_one_out(errors: StepErrors) -> dict[str, Form]:
     families = list(dict.fromkeys(errors.family.tolist()))
     if len(families) < 2:
         raise DataError(f"only the family '{families[0]}' has predictions: no other judges it")
-    return {family: estimate(errors.of(errors.family != family)) for family in families}
+    return {family: estimate_form(errors.of(errors.family != family)) for family in families}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +298,7 @@ def calibrate(results: Iterable[str | Path], *, source: str = "", date: str = ""
         DataError: it is no such result, or there are fewer than two families.
     """
     errors = read_errors(results)
-    left_out, form = leave_one_out(errors), estimate(errors, source, date)
+    left_out, form = leave_one_out(errors), estimate_form(errors, source, date)
     parts = {name: errors.of(errors.family == name) for name in left_out}
     return FormCalibration(
         form=form,

@@ -229,7 +229,7 @@ def fit_the_fabrics(
             skipped.append(name)
             continue
         progress(f"fitting {name} to {len(rows)} rows")
-        content, error = fabrics.document(recipe, fabrics.fit(recipe, rows), rows, date)
+        content, error = fabrics.fabric_document(recipe, fabrics.fit_recipe(recipe, rows), rows, date)
         write_whole(output / f"{name}.json", [json.dumps(content, indent=2) + "\n"])
         held = {"rows held out": content["about"]["held_out_rows"], "median error": None, "bias": None}
         records += [

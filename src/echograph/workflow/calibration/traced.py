@@ -21,7 +21,7 @@ from echograph.profiler.traces.trace import TraceSet
 from echograph.progress import Progress, silent
 from echograph.units import PS_PER_S
 from echograph.workflow.plan import Plan
-from echograph.workflow.validation.traced import PredictedTrace, pairs, predict_trace, predicted_calls
+from echograph.workflow.validation.traced import PredictedTrace, matched_calls, predict_trace, predicted_calls
 
 TITLES = ("profile", "what", "kernels", "median error before", "median error", "percent of time", "corrected")
 
@@ -99,7 +99,7 @@ def _of_model(found: PredictedTrace, device: DeviceProfile) -> Iterator[TracedKe
     predicted = predicted_calls(job, result.timeline, job.program_of(found.rank))
     known: dict[int, tuple[str, float]] = {}
     for step in found.steps:
-        for measured, call in pairs(step.calls, predicted):
+        for measured, call in matched_calls(step.calls, predicted):
             if call.number not in known:
                 known[call.number] = _priced(job.ops[call.number], job.tensors, device)
             key, seconds = known[call.number]

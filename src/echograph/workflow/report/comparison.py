@@ -38,7 +38,7 @@ def comparison_page(found: _Record, before: _Record, after: _Record, names: tupl
         parts.section(
             "Where the step goes",
             "Each moment of the role that ends last counts once, for the first part that applies.",
-            parts.stacked([(_timed(name, record), record["breakdown_s"]) for name, record in both]),
+            parts.stacked_bars([(_timed(name, record), record["breakdown_s"]) for name, record in both]),
             _figures(found, names),
         ),
         _limits(both),
@@ -92,7 +92,7 @@ def _plan(found: _Record, both: _Pair) -> str:
     rows = [
         (key, *(str(record[key]) for _, record in both))
         for key in ("model", "cluster", "device")
-        if both[0][1].get(key) != both[1][1].get(key)
+        if both[0][1].get(key) != both[1][1].get(key) and key not in found["plan"]
     ]
     rows += [
         (key.replace("_", " "), *(_value(value) for value in values)) for key, values in found["plan"].items()

@@ -51,7 +51,7 @@ def plan_line(record: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def stacked(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def stacked_bars(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Breakdowns as bars of one colour a part.
 
     Args:
@@ -101,10 +101,21 @@ def grid(titles: Sequence[str], rows: Sequence[_Row], texts: Sequence[int] = ())
         texts: places of the columns that are words, beside the first.
     """
     kind = dict.fromkeys((0, *texts), ' class="text"')
-    head = "".join(f"<th{kind.get(at, '')}>{escape(title)}</th>" for at, title in enumerate(titles))
+    # On a narrow screen the first column leaves room for the others; what lies beyond is scrolled to.
+    most = {at: "14rem,40vw" if at == 0 else "14rem" for at in kind}
+    wide = {at: f' style="min-width:min({_longest(rows, at)}ch,{most[at]})"' for at in kind}
+    head = "".join(
+        f"<th{kind.get(at, '')}{wide.get(at, '')}>{escape(title)}</th>" for at, title in enumerate(titles)
+    )
     lines = ("".join(f"<td{kind.get(at, '')}>{_cell(value)}</td>" for at, value in enumerate(row)) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="scroll wrap"><table><tr>{head}</tr>{body}</table></div>' if rows else ""
+
+
+def _longest(rows: Sequence[Sequence[Any]], at: int) -> int:
+    """Characters of the longest text of a column; of a pair, those of the first."""
+    cells = (row[at][0] if isinstance(row[at], tuple) else row[at] for row in rows)
+    return max((len(str(cell)) for cell in cells), default=0)
 
 
 def _cell(value: Any) -> str:

@@ -65,7 +65,7 @@ _LOSSES = {
 }
 
 
-def page(
+def prediction_page(
     result: Result,
     job: JobGraph,
     plan: Plan,
@@ -192,7 +192,7 @@ def _where(record: _Record, more: _Record, some: str) -> str:
         for role in more["roles"]
     ]
     by_phase = folded("what the roles compute, by phase", parts.grid(("role", *phases), computed))
-    return parts.section("Where the step goes", said, parts.stacked(rows), table, by_phase)
+    return parts.section("Where the step goes", said, parts.stacked_bars(rows), table, by_phase)
 
 
 def _of_one(record: _Record, step: float) -> str:

@@ -24,7 +24,7 @@ def search_page(found: SearchResult) -> str:
     alike = f" The first {found.alike} cannot be told apart: their intervals overlap." if found.alike > 1 else ""
     body = [
         f"<h1>{escape(found.model)} on {escape(found.cluster)}</h1>"
-        f"<p>{found.considered:,} plans, {found.simulated:,} predicted: {escape(found.proof)}.</p>",
+        f"<p>{found.considered:,} plans, {found.simulated:,} predicted; {escape(found.proof)}.</p>",
         banner("Not proven:", "the search was ended before it had looked at all plans.") if found.ended else "",
         _tiles(found, best[0]) if best else "",
         parts.section("The best", f"The best by {found.objective.name} first.{alike}", _grid(found, best)),

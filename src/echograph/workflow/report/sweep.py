@@ -130,7 +130,7 @@ def _curves(series: Mapping[str, Sequence[_Row]], along: str) -> str:
         )
     more = f" The first {MOST_CURVES} of {len(series)} series." if len(series) > MOST_CURVES else ""
     what = _what(next(iter(series.values()))[0]) if series else ""
-    said = f"{what.capitalize()} a second, in bands of their 90 % intervals; logarithmic from a tenfold on.{more}"
+    said = f"{what.capitalize()} a second, with 90 % intervals. A scale that spans tenfold is logarithmic.{more}"
     return parts.section("How it scales", said, charts.curves(made, unit, f"{what}/s"))
 
 
@@ -139,7 +139,7 @@ def _breakdowns(found: Sweep, rows: Sequence[_Row]) -> str:
     more = f" The first {MOST_BARS} of {len(rows):,} points." if len(rows) > MOST_BARS else ""
     bars = [(_label(names, row), _breakdown(row)) for row in shown]
     said = f"Each moment of the role that ends last counts once, for the first part that applies.{more}"
-    return parts.section("Where the time goes", said, parts.stacked(bars) if bars else "")
+    return parts.section("Where the time goes", said, parts.stacked_bars(bars) if bars else "")
 
 
 def _breakdown(row: _Row) -> dict[str, Any]:
@@ -181,7 +181,9 @@ def _maps(found: Sweep, rows: Sequence[_Row]) -> str:
         lines = [(str(a), [_cell(cells.get((a, b))) for b in across.values]) for a in down.values]
         drawn.append((f"<h3>{escape(name)}</h3>" if name else "") + _heat(across, down, lines))
     more = f" The first {MOST_MAPS} of {len(maps)} maps." if len(maps) > MOST_MAPS else ""
-    return parts.section("Two axes at once", f"Throughput of one GPU: the more colour, the more.{more}", *drawn)
+    return parts.section(
+        "Two axes at once", f"Throughput of one GPU: more colour is more throughput.{more}", *drawn
+    )
 
 
 def _heat(

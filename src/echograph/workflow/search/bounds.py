@@ -208,9 +208,9 @@ class Bounds:
         With ZeRO-1 and 2 parameters are gathered when all is updated. A stage behind the first reduces all of its
         gradients at once, beside no more than a layer: with ZeRO-2 those of every micro-batch, whose copies into
         buckets are kernels as others are. With ZeRO-3 a stage gathers its layers one after the other before it
-        first has them all, and reduces those of a chunk behind its last backward pass; without a pipeline all of
-        it in each micro-batch. What a group of ranks exchanges follows each other. Buckets take no less than all
-        that is in them at once.
+        first has them all, and begins to reduce those of a chunk in its last backward pass; without a pipeline all
+        of it in each micro-batch. What a group of ranks exchanges follows each other. Buckets take no less than
+        all that is in them at once.
         """
         none = np.zeros(plan.pp)
         plan = with_stack(plan, load_stack(plan.stack)) if plan.stack else plan
@@ -255,7 +255,10 @@ class Bounds:
         alone = before[0][stages.end] - before[0][least]
         forward = np.append(0.0, np.cumsum(cost.forward.whole_ps(waits=True)))
         slower = np.maximum(0.0, alone - stages.of(forward))
-        ends = stages.of(before[1]).min(axis=-1) if schedule_of(plan) in _FULL_AT_ONCE else none
+        ends = none
+        if schedule_of(plan) in _FULL_AT_ONCE:
+            passes = np.append(0.0, np.cumsum(cost.backward.whole_ps(waits=True)))
+            ends = np.maximum(0.0, stages.of(before[1] - passes)).min(axis=-1)
         later = np.cumsum(slower[:, 0]) - slower[:, 0]
         return _Exchange(ends, later + slower.sum(axis=-1), 0.0)
 

@@ -16,7 +16,7 @@ from echograph.errors import UnknownNameError, UsageError
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.pipeline.placement import layer_names
 from echograph.ir.passes.pipeline.schedules import TURNING
-from echograph.options import kinds, option_name
+from echograph.options import field_types, option_name
 from echograph.simulator.clusters import Cluster
 from echograph.workflow.plan import Plan, lighter_ends
 
@@ -383,7 +383,7 @@ def parse_axis(option: str, text: str) -> tuple[str, tuple[Any, ...]]:
     """
     key, separator, values = text.partition("=")
     name = key.strip().removeprefix("--").replace("-", "_")
-    fields = kinds(Plan)
+    fields = field_types(Plan)
     if not separator or not values.strip():
         raise UsageError(f"{option} {text[:60]}: give NAME=VALUE,VALUE as tp=1,2,4, or gpus=8..1024:x2")
     if name not in fields:

@@ -1,9 +1,7 @@
 """What the step of one rank takes and holds, layer by layer, before pipeline and data parallelism divide it.
 
 Kernels of a pass of a layer, as long as they take on the device, follow each other on one compute stream, and
-wait for the layer's own communication (tensor, context, expert parallelism): with the constants of the layer as a
-row of max-plus matrices (`simulator.engine.segments`), clocks of the compute stream go on by at least the one from
-that stream to itself.
+wait for the layer's own communication (tensor, context, expert parallelism; `simulator.exposed`).
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE, Bools, Float64, Int64
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.model import adds_up, final_gradients
-from echograph.ir.passes.pipeline.placement import OptimizerPlacer, layer_names, place
+from echograph.ir.passes.pipeline.placement import OptimizerPlacer, layer_names, place_operations
 from echograph.ir.passes.rewrite import ACCUMULATE, accumulate
 from echograph.ir.types import OpKind, Phase, TensorRole
 from echograph.models.stacks import Stack, load_stack
 from echograph.profiler.costs.estimate import KnownCosts
 from echograph.simulator.durations import NetworkModel, durations
-from echograph.simulator.engine.segments import cut, transfer_matrix, work_of
+from echograph.simulator.exposed import exposed_ps
 from echograph.workflow.plan import Plan, with_kernels
 from echograph.workflow.system import System
 
@@ -113,13 +111,13 @@ def step_cost(
     timed = system.annotate(with_kernels(step, load_stack(said) if said else Stack(), system.device), costs)
     ops = timed.ops
     known, _, _ = ops.duration_on(system.cluster.device)
-    kernels = (ops.kind == OpKind.COMPUTE) & ~ops.is_view & (known != NONE)
+    kernels = np.isin(ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~ops.is_view & (known != NONE)
     # Streams run beside each other: of several the one that does most is the bound.
     busiest = int(np.argmax(np.bincount(ops.stream[kernels]))) if kernels.any() else 0
     time = np.where(kernels & (ops.stream == busiest), known, 0).astype(np.float64)
     forward = ops.phase == Phase.FORWARD
     backward = np.isin(ops.phase, (Phase.BACKWARD, Phase.RECOMPUTE))
-    waits = np.zeros(len(ops)) if network is None else _waits(timed, time, busiest, network)
+    waits = np.zeros(len(ops)) if network is None else _waits(timed, network)
     layers, counts = _Layers.of(timed), timed.run_counts()
     unsent = layers.unsent(time, waits)
     passes = [
@@ -208,37 +206,23 @@ def _of_tensors(
     return found, takes
 
 
-def _waits(step: StepGraph, time: Float64, stream: int, network: NetworkModel) -> Float64:
-    """What a stream waits at least in each call of a layer, by the call's first operation; picoseconds.
+def _waits(step: StepGraph, network: NetworkModel) -> Float64:
+    """What kernels wait at least in each call of a layer, by the call's first operation; picoseconds.
 
     Args:
         step: of a rank, with durations.
-        time: of its kernels on the stream, which it waits beyond.
-        stream: the stream.
         network: what communication takes.
     """
     found = np.zeros(len(step.ops))
-    if not np.isin(step.ops.kind, (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV)).any():
-        return found
     job = JobGraph(**{its.name: getattr(step, its.name) for its in fields(step)})
     try:
-        device = durations(job, network.cluster, network=network).picoseconds[:, None]
+        takes = durations(job, network.cluster, network=network).picoseconds
     except EchoError:
         return found  # which is said of the plan itself
-    segments = cut(job)
-    if segments is None:
-        return found
-    work, lane = work_of(job, device, np.zeros_like(device)), 1 + stream
     phases = np.isin(step.ops.phase, (Phase.BACKWARD, Phase.RECOMPUTE))
-    layers = [block.ops for block in step.blocks[1:]]
-    for kind in segments.kinds:
-        rows = slice(kind.rows.start, kind.rows.stop)
-        if kind.rendezvous or not any(rows.start in its for its in layers) or len({*phases[rows].tolist()}) > 1:
-            continue
-        matrix = transfer_matrix(kind, work)
-        if lane in matrix.lanes:
-            at = matrix.lanes.index(lane)
-            found[rows.start] = max(0.0, float(matrix.over[at, at, 0]) - float(time[rows].sum()))
+    for (begin, end), waits in exposed_ps(job, takes).items():
+        if begin >= step.blocks[0].ops.stop and len({*phases[begin:end].tolist()}) == 1:
+            found[begin] = waits
     return found
 
 
@@ -279,7 +263,7 @@ class _Layers:
         """Places the operations of a step; none are of a layer where it cannot be cut into layers."""
         count = len(layer_names(graph))
         try:
-            placement = place(graph, count, None)
+            placement = place_operations(graph, count, None)
             OptimizerPlacer(graph, placement, count).place()
         except PlanError:  # which is said of the plans that cut it
             return cls(graph, 0)

@@ -16,7 +16,7 @@ from typing import Any, get_origin
 
 from echograph import __version__
 from echograph.errors import UnknownNameError, UsageError
-from echograph.options import given, kinds
+from echograph.options import field_types, given
 from echograph.workflow.plan import Plan
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.search.space import typed, words
@@ -99,7 +99,7 @@ def _field(option: str, name: str, key: str) -> tuple[type, Any]:
     """Whose field a name is, and its type."""
     known = {}
     for group in (Plan, SystemOptions, Scenario):
-        for field_name, kind in kinds(group).items():
+        for field_name, kind in field_types(group).items():
             known[field_name] = (group, str if get_origin(kind) is tuple else kind)
     if name not in known or name == "set":
         raise UnknownNameError(
@@ -108,7 +108,7 @@ def _field(option: str, name: str, key: str) -> tuple[type, Any]:
     return known[name]
 
 
-def points(
+def grid_points(
     plan: Plan, options: SystemOptions, scenario: Scenario, axes: Sequence[GridAxis]
 ) -> Iterator[SweepPoint | WrongPoint]:
     """Every point of a grid, the last axis changing fastest; where there is none, its place and why.
@@ -141,7 +141,7 @@ def _point(at: Mapping[str, Any], plan: Plan, options: SystemOptions, scenario: 
             asked[SystemOptions]["set"] = (*settings, f"{name}={value}")
             continue
         group, _ = _field("--over", name, name)
-        several = get_origin(kinds(group)[name]) is tuple
+        several = get_origin(field_types(group)[name]) is tuple
         asked[group][name] = (value,) if several else value
     return SweepPoint(
         at=at,

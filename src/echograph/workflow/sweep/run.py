@@ -18,7 +18,7 @@ from echograph.units import format_bytes, format_count, format_time
 from echograph.workflow.plan import Plan, idle_options, without_effect
 from echograph.workflow.predictor import Predictor
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.sweep.grid import GridAxis, SweepPoint, WrongPoint, points
+from echograph.workflow.sweep.grid import GridAxis, SweepPoint, WrongPoint, grid_points
 from echograph.workflow.sweep.store import ERROR, flat, journal, read_journal
 from echograph.workflow.system import IDLE_HOST_WAITS, System, SystemOptions
 from echograph.workflow.workers import HERE, WorkerOptions, Workers, workers
@@ -186,7 +186,9 @@ def sweep(
         raise UsageError("the graph is a job, which has its plan: give the step graph that it was made of")
     if not axes:
         raise UsageError("--over: say what varies, as --over gpus=8..1024:x2")
-    asked = list(_asked(points(plan or Plan(), options or SystemOptions(), scenario or Scenario(), axes), graph))
+    asked = list(
+        _asked(grid_points(plan or Plan(), options or SystemOptions(), scenario or Scenario(), axes), graph)
+    )
     predictable = [one.point for one in asked if one.point is not None]
     notes = idle_options(_without_effect(predictable), (plan or Plan()).given)
     if predictable and all(point.options.host_waits and point.plan.pp == 1 for point in predictable):

@@ -86,7 +86,7 @@ class Outcome:
         return {**record, "assumed": list(self.assumed), "skipped": self.skipped or None}
 
 
-def summary(errors: Sequence[float]) -> dict[str, Any]:
+def error_summary(errors: Sequence[float]) -> dict[str, Any]:
     """Mean and median absolute error, and bias; None where there is no error to take them of."""
     size = [abs(e) for e in errors]
     return {
@@ -123,11 +123,11 @@ def by_family(outcomes: Sequence[Outcome], peers: dict[str, dict[str, float]]) -
             "skipped": sum(bool(row.skipped) for row in rows),
             "computed": sum(row.computed for row in rows),
             "assumptions": sum(len(row.assumed) for row in rows),
-            **summary(list(errors.values())),
+            **error_summary(list(errors.values())),
             "in_interval": statistics.mean(inside) if inside else None,
             "worst": [{"id": row, "error": error} for row, error in ranked],
-            "memory": {"rows": len(memory), **summary(memory)},
-            "peers": {tool: {"rows": len(e), **summary(e)} for tool, e in theirs.items() if e},
+            "memory": {"rows": len(memory), **error_summary(memory)},
+            "peers": {tool: {"rows": len(e), **error_summary(e)} for tool, e in theirs.items() if e},
         }
     return found
 

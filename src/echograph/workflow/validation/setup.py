@@ -79,7 +79,8 @@ def setup(row: MeasuredStep) -> Setup:
     assumed: list[str] = []
     trainer = trainer_of(row)
     if trainer.guessed:
-        assumed.append(f"trainer '{row.text('trainer')}': stack {trainer.stack}")
+        named = f"trainer '{row.text('trainer')}'" if row.text("trainer") else "no trainer named"
+        assumed.append(f"{named}: stack {trainer.stack}")
     row = _filled(row, trainer, assumed)
     dtype, precision = _known(spellings.precision(row.text("precision")), row, "precision")
     model = model_of(row, trainer, assumed)

@@ -183,7 +183,9 @@ class MeasuredStep:
         return re.search(rf"(?<![a-z0-9]){name}(?![0-9])", self.text("gpu_type"), re.IGNORECASE) is not None
 
 
-def read(path: Path, families: Sequence[str] = (), grades: Sequence[str] = ()) -> list[MeasuredStep]:
+def read_measured_steps(
+    path: Path, families: Sequence[str] = (), grades: Sequence[str] = ()
+) -> list[MeasuredStep]:
     """The rows of a CSV table, of the families and grades asked for.
 
     Raises:

@@ -179,7 +179,9 @@ def _lines(found: TraceValidation) -> Iterator[str]:
 _CallKey = tuple[str, str, int]
 
 
-def compare(measured: Sequence[Sequence[StepCall]], predicted: Sequence[StepCall]) -> tuple[OperatorRow, ...]:
+def compare_operators(
+    measured: Sequence[Sequence[StepCall]], predicted: Sequence[StepCall]
+) -> tuple[OperatorRow, ...]:
     """The operators of some measured steps beside those of a predicted one, those first that differ most.
 
     The n-th call of an operator in a phase stands for the n-th predicted one; where both sides say how large their
@@ -238,7 +240,9 @@ def _key(call: StepCall, sized: bool) -> _CallKey:
     return call.operator, call.phase, call.size if counts else 0
 
 
-def pairs(measured: Sequence[StepCall], predicted: Sequence[StepCall]) -> Iterator[tuple[StepCall, StepCall]]:
+def matched_calls(
+    measured: Sequence[StepCall], predicted: Sequence[StepCall]
+) -> Iterator[tuple[StepCall, StepCall]]:
     """Calls that surely stand for each other: the n-th of as many, without those of the optimizer and collectives.
 
     Args:
@@ -366,7 +370,7 @@ def validate_trace(
         rank=found.rank,
         steps=tuple(step.name for step in found.steps),
         parts=beside(found.steps, time),
-        operators=compare([step.calls for step in found.steps], calls),
+        operators=compare_operators([step.calls for step in found.steps], calls),
         notes=tuple(found.setup.notes),
     )
 

@@ -15,7 +15,7 @@ from echograph.progress import Progress, silent
 from echograph.workflow.validation.computed import computed_sources
 from echograph.workflow.validation.run import predict_rows
 from echograph.workflow.validation.score import Outcome, by_family, read_peers
-from echograph.workflow.validation.table import read
+from echograph.workflow.validation.table import read_measured_steps
 
 _FIGURES = ("rows", "simulated", "skipped", "mean_abs_error", "median_abs_error", "bias")
 
@@ -108,7 +108,7 @@ def validate(
         DataError: it lacks a column, or no row is left.
         MissingExtraError: PyTorch is not installed, and a row's model must be captured.
     """
-    rows = read(Path(table), tuple(families), tuple(grades))
+    rows = read_measured_steps(Path(table), tuple(families), tuple(grades))
     said = read_peers(Path(peers)) if peers else {}
     if peers and not {row.id for row in rows} & {row for errors in said.values() for row in errors}:
         raise DataError(f"{peers}: has an error of no row that is compared: give the ids of {table}")
