@@ -1,7 +1,7 @@
 """Captures training scripts of others, unedited, from clones: `python -m benchmarks.strangers FOLDER`.
 
-Prints the table of docs/adapters/tried.md: what came out of each script of `strangers.toml`, in how many seconds of
-processor time and at what peak of memory, or the line in which it ended. With `--outcomes FILE` each is written
+Prints the table of docs/adapters/tried.md: what came out of each script of `strangers.toml`, in how many seconds
+of processor time and at what peak of memory, or the line in which it ended. With `--outcomes FILE` each is written
 there as it ends, and those that the file has are not run again.
 """
 
