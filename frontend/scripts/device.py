@@ -210,7 +210,8 @@ def remedy(error: BaseException, script: Path) -> str:
         return f"{wanted}: install echograph there"
     if isinstance(error, ImportError) and error.name:
         return _of_package(error, error.name, script)
-    if isinstance(error, ImportError) and re.search(r"requires|install(?!ed)", text):
+    names_it = re.search(r"No module named|need to install", text)  # by an exception of its own
+    if names_it or (isinstance(error, ImportError) and re.search(r"requires|install(?!ed)", text)):
         return "install what it names beside echograph"
     known = next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
     if not known and isinstance(error, FileNotFoundError) and (made := option_for(error)):
@@ -995,13 +996,13 @@ def _moves(world: World) -> Iterator[AbstractContextManager[None]]:
 def _set_default_type(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """`torch.set_default_tensor_type`, where one of a GPU says the device as well."""
 
-    def set_type(kind: Any) -> None:
-        module, _, name = (kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}").rpartition(".")
+    def set_type(t: Any) -> None:
+        module, _, name = (t if isinstance(t, str) else f"{t.__module__}.{t.__name__}").rpartition(".")
         on_the_gpu = module == "torch.cuda" and name in OLD_TYPES
         if on_the_gpu:
             torch.set_default_dtype(OLD_TYPES[name].dtype)
         else:
-            original(kind)
+            original(t)
         if on_the_gpu or torch.get_default_device().type == "cuda":
             torch.set_default_device("cuda" if on_the_gpu else "cpu")
 

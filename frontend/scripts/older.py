@@ -425,11 +425,11 @@ def _arguments(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:
 def _by_any_integer(note: NoteTaker, original: Callable[..., None]) -> Callable[..., None]:
     """`random.seed`, which took integers of NumPy before Python 3.11."""
 
-    def seed(given: Any = None, *args: Any, **kwargs: Any) -> None:
-        if isinstance(given, np.integer):
+    def seed(a: Any = None, *args: Any, **kwargs: Any) -> None:
+        if isinstance(a, np.integer):
             note("random.seed takes no integers of NumPy any more: the same one of Python seeds")
-            given = int(given)
-        original(given, *args, **kwargs)
+            a = int(a)
+        original(a, *args, **kwargs)
 
     return seed
 
@@ -450,8 +450,8 @@ def _quiet(note: NoteTaker, original: Callable[..., None]) -> Callable[..., None
 def _real(original: Callable[..., Any]) -> Callable[..., Any]:
     """`stft`, which made two real numbers of each complex one where nobody said which."""
 
-    def stft(given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        said = len(args) > 8 or kwargs.get("return_complex") is not None or given.is_complex()
-        return original(given, *args, **kwargs if said else kwargs | {"return_complex": False})
+    def stft(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        said = len(args) > 8 or kwargs.get("return_complex") is not None or input.is_complex()
+        return original(input, *args, **kwargs if said else kwargs | {"return_complex": False})
 
     return stft

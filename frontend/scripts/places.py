@@ -17,7 +17,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 
@@ -282,6 +282,8 @@ def answered(index: int) -> Iterator[None]:
             made = nn.Parameter(args[0], kwargs.get("requires_grad", True))
             mark(made, on_gpu(args[0]))
             return made
+        if kind is FakeTensor and not kwargs and not (args and isinstance(args[0], FakeTensorMode)):
+            return Tensor(*args)  # of sizes, or of numbers, by the class of another tensor: `type(x)(2, 3)`
         return new(kind, *args, **kwargs)
 
     beside = FakeTensor.__torch_dispatch__

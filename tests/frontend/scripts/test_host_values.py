@@ -377,3 +377,11 @@ def test_a_number_may_come_before_a_tensor() -> None:
         1.0,
         10.0,
     ]
+
+
+def test_a_tensor_by_the_class_of_another_is_of_sizes_or_numbers() -> None:
+    """`type(rewards)(n, 1)`, where the class of all is that of fake tensors."""
+    rewards = torch.ones(3)
+    made = type(rewards)(rewards.size(0), 1)
+    assert made.shape == (3, 1) and made.dtype == torch.float32 and not made.requires_grad
+    assert type(rewards)([1.0, 2.0]).shape == (2,) and type(rewards)().shape == (0,)

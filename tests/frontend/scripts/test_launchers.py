@@ -328,6 +328,10 @@ def test_a_download_that_fails_says_of_what() -> None:
         ("Could not load this library: /there/site-packages/torchaudio/lib/a.so", "built for another PyTorch"),
         ("operator torchvision::nms does not exist", "built for another PyTorch"),
         ("There was no rule registered for HigherOrderOperator flex_attention", "scaled_dot_product_attention"),
+        (
+            "No module named 'a_simulator'. (HINT: you need to install it)",
+            "install what it names beside echograph",
+        ),
         ("CUDA_HOME is not set", "compiles kernels of its own"),
         ("Download failure for there.zip", "to where the script looks for it"),
         ("<urlopen error>", "to where the script looks for it (a cache counts, as HF_HOME's)"),

@@ -93,6 +93,7 @@ assert list(Every([1, 2])) == [0, 1]
             "_BaseDataLoaderIter has no next any more",
         ),
         ("assert torch.stft(torch.zeros(64), 8, window=torch.ones(8)).shape == (5, 33, 2)", ""),
+        ("assert torch.stft(input=torch.zeros(64), n_fft=8, return_complex=True).shape == (5, 33)", ""),
     ],
 )
 def test_what_newer_releases_took_away_is_there(tmp_path: Path, old: str, note: str) -> None:
