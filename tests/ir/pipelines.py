@@ -10,7 +10,6 @@ import numpy as np
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.fold import Fold
-from echograph.ir.passes.pipeline.placement import memory_of
 from echograph.ir.types import DType, OpKind, Phase, TensorRole
 from echograph.simulator.engine.static import run
 from echograph.simulator.tasks import expand
@@ -144,7 +143,7 @@ def parameter_bytes(job: JobGraph, stage: int) -> int:
     for block, begin, end, instance in {tuple(call[:4]) for call in job.programs[stage].calls.tolist()}:
         inputs = job.ops.inputs
         for tensor in set(inputs.values[inputs.offsets[begin] : inputs.offsets[end]].tolist()):
-            owner = memory_of(job, block, instance, tensor)
+            owner = job.owner(block, instance, tensor)
             if job.tensors.role[owner[2]] == TensorRole.PARAMETER:
                 found[owner] = int(job.tensors.nbytes[owner[2]])
     return sum(found.values())
