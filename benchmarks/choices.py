@@ -267,7 +267,7 @@ CHOICES = (
         name="torchtitan rotates by complex numbers and repeats keys and values; without: as a library would",
         families=("titan",),
         without=stack("torchtitan", complex_rotation=False, repeated_heads=False),
-        source="torchtitan's code (pytorch/torchtitan, issue 15)",
+        source="torchtitan's code (pytorch/torchtitan#15)",
         independent=True,
     ),
     Choice(

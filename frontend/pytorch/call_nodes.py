@@ -275,13 +275,18 @@ def grouped_mm_flops(
     return 2 * experts * a[-2] * a[-1] * b[-1]
 
 
-# Products of bitsandbytes, whose weights have 4 or 8 bits -> rows of the weight, of the arguments.
-_OF_FEW_BITS: Mapping[str, Callable[[Any], int]] = {
-    "bitsandbytes::gemm_4bit": lambda args: args[2][0],
-    "bitsandbytes::gemv_4bit": lambda args: args[2][0],
-    "bitsandbytes::int8_linear_matmul": lambda args: args[1].shape[0],
-    "bitsandbytes::int8_scaled_mm": lambda args: args[1].shape[0],
-    "bitsandbytes::int8_mixed_scaled_mm": lambda args: args[2].shape[0],
+def _of_few_bits(rows: Callable[[tuple[Any, ...]], int]) -> Formula:
+    """FLOPs of a product with a weight of as many rows as a function of the arguments says."""
+    return lambda *args, **_: 2 * int(args[0].numel()) * int(rows(args))
+
+
+# Products of bitsandbytes, whose weights have 4 or 8 bits. They are known by name, as it may not be installed.
+_BITSANDBYTES: Mapping[str, Formula] = {
+    "bitsandbytes::gemm_4bit": _of_few_bits(lambda args: args[2][0]),
+    "bitsandbytes::gemv_4bit": _of_few_bits(lambda args: args[2][0]),
+    "bitsandbytes::int8_linear_matmul": _of_few_bits(lambda args: args[1].shape[0]),
+    "bitsandbytes::int8_scaled_mm": _of_few_bits(lambda args: args[1].shape[0]),
+    "bitsandbytes::int8_mixed_scaled_mm": _of_few_bits(lambda args: args[2].shape[0]),
 }
 
 
@@ -297,15 +302,11 @@ def formulas() -> Mapping[Any, Formula]:
 def node_flops(node: Node) -> int:
     """FLOPs of one call node of an annotated graph."""
     packet = getattr(node.target, "overloadpacket", None)
-    formula = formulas().get(packet)
-    rows = None if formula else _OF_FEW_BITS.get(getattr(packet, "_qualified_op_name", ""))
-    if formula is None and rows is None:
+    formula = formulas().get(packet) or _BITSANDBYTES.get(getattr(packet, "_qualified_op_name", ""))
+    if formula is None:
         return 0
     args: Any
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta[VAL])
-    if rows is not None:
-        return 2 * int(args[0].numel()) * int(rows(args))
-    assert formula is not None
     if args and isinstance(args[-1], torch.dtype):
         args = args[:-1]  # the result's, of which not every formula knows
     return int(formula(*args, **kwargs, out_val=node.meta[VAL]))

@@ -144,7 +144,7 @@ def _package(name: str) -> Any:
         raise MissingExtraError(name.partition(".")[0], "torch", "making data of its kind")
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except Exception as error:  # whatever its own modules, or libraries that it loads, raise
         told = f"{type(error).__name__}: {error}"
         raise CaptureError(
             f"{name} is installed, and cannot be imported, which is what makes data: {told}"

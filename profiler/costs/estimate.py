@@ -111,7 +111,7 @@ inductor takes what has one number a row into each kernel that reads it. Its cod
 scale and element, which take 0.6 clocks to issue. 108 speedups of a norm, a linear layer and a sigmoid, both ways,
 with 8,192 to 32,768 rows on an H100 (pytorch/ao, pull request 2312, float8/README.md), taken for one of 500 W with
 HBM2e as its authors' logs show, are met without bias so, by 6 % in the mean; with three times what the bytes of
-kernels along columns need, and scales free, by 9 %."""
+kernels along columns need, and scales free, by 9 %. The spread is assumed."""
 ASSUMED_SPREAD = 0.5
 """For a kernel of a type that no model covers (fp32 or fp64 attention): assumed, not measured."""
 
@@ -242,6 +242,10 @@ def _renumbered(column: npt.NDArray[Any], values: Sequence[_Value], numbers: dic
     return np.array(new, np.int64)[which.ravel()]
 
 
+Exposed = Mapping[tuple[int, int], int]
+"""Picoseconds that kernels wait for communication in a call, by its first row and the one behind its last."""
+
+
 def estimate(
     graph: Graph,
     device: DeviceProfile,
@@ -288,10 +292,6 @@ def estimate(
     alone = annotate({})
     waits = exposed(alone) if exposed is not None else {}
     return annotate(waits) if waits else alone
-
-
-Exposed = Mapping[tuple[int, int], int]
-"""Picoseconds that kernels wait for communication in a call, by its first row and the one behind its last."""
 
 
 def _asked(graph: Graph, row: int, device: DeviceProfile) -> tuple[CostEstimate, PowerDraw]:

@@ -91,6 +91,9 @@ def test_where_traces_lie_is_said(tmp_path: Path) -> None:
     for name in ("trace[1].0.jsonl", "trace[1].restart1.0.jsonl", "trace1.0.jsonl", "other.0.jsonl"):
         (tmp_path / name).touch()
     done = echoprof("comms", "-o", tmp_path / "trace[1].jsonl", "--", "true")
+    assert done.stderr == "nothing traced: no process began a collective\n", "those are of a run before"
+    again = f"open({str(tmp_path / 'trace[1].0.jsonl')!r}, 'w').write('again')"
+    done = echoprof("comms", "-o", tmp_path / "trace[1].jsonl", "--", sys.executable, "-c", again)
     assert done.stderr == f"traced into {tmp_path}: echoprof comms report {tmp_path}\n"
     assert [path.name for path in files_of(tmp_path / "trace[1].jsonl")] == [
         "trace[1].0.jsonl",

@@ -54,10 +54,9 @@ def trace_command(
     """Run a program with the tracer on in every Python process that it starts."""
     require_torch("tracing collectives")
     from echograph.profiler.comms.launch import run_traced
-    from echograph.profiler.comms.tracer import files_of
 
-    status = run_traced(command, output, timeout)
-    if traces := files_of(output):
+    status, traces = run_traced(command, output, timeout)
+    if traces:
         print_error(f"traced into {traces[0].parent}: echoprof comms report {traces[0].parent}")
     else:
         print_error("nothing traced: no process began a collective")

@@ -57,6 +57,14 @@ def run(folder: Path, text: str, fakes: Fakes) -> ScriptRun:
     return run_script(Script(path=path, fakes=fakes), World(), TorchAdapter())
 
 
+STEPS = """model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
 def test_a_model_and_a_data_set_of_the_hub(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("datasets")
@@ -81,14 +89,7 @@ def test_a_package_that_the_script_does_not_import_may_be_broken(
     (tmp_path / "evaluate.py").write_text("raise OSError('Could not load this library')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "evaluate", raising=False)
-    text = """import torch
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for _ in range(3):
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-"""
-    assert run(tmp_path, text, Fakes(data={"nyu-mll/glue": None})).recorder.recorded
+    assert run(tmp_path, f"import torch\n{STEPS}", Fakes(data={"nyu-mll/glue": None})).recorder.recorded
 
 
 def test_the_hub_has_a_data_set_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,15 +98,10 @@ def test_the_hub_has_a_data_set_that_is_made(tmp_path: Path, monkeypatch: pytest
     own = tmp_path / "own" / "datasets--nyu-mll--glue"
     own.mkdir(parents=True)
     monkeypatch.setenv("HF_HUB_CACHE", str(own.parent))
-    text = """import os, torch
+    text = f"""import os, torch
 from huggingface_hub import snapshot_download
 assert os.path.isdir(snapshot_download(repo_id="nyu-mll/glue", repo_type="dataset", ignore_patterns=["*"]))
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for _ in range(3):
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-"""
+{STEPS}"""
     assert run(tmp_path, text, Fakes(data={"nyu-mll/glue": None})).recorder.recorded
     assert not list(own.iterdir())
 

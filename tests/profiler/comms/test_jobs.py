@@ -307,7 +307,7 @@ def test_a_script_that_knows_of_no_tracer_is_traced_from_outside(tmp_path: Path)
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
-        assert run_traced([sys.executable, str(script)], tmp_path / "out" / "trace.jsonl", 60) == 7
+        assert run_traced([sys.executable, str(script)], tmp_path / "out" / "trace.jsonl", 60)[0] == 7
     report = report_on(tmp_path / "out")
     assert [(row["operation"], row["bytes"]) for row in report.operations] == [("all_reduce", 40)]
     assert report.files[0]["complete"]
