@@ -581,14 +581,18 @@ class ContextParallel:
             raise PlanError("the step is context-parallel already: start from the step as it was captured")
         length = graph.workload.sequence_length
         chunks = 2 * self.size if self.method == "ring" and self.load_balance else self.size
-        if self.size > 1 and (not length or length % chunks):
+        if self.size > 1 and not length:
+            raise PlanError(
+                f"context parallelism over {self.size} ranks: the samples of this step are not said to be sequences: "
+                "leave it out"
+            )
+        if self.size > 1 and length % chunks:
             nearest = (
                 f"{length // chunks * chunks} or " * (length >= chunks) + f"{(length // chunks + 1) * chunks}"
             )
-            what = f"capture a sequence of {nearest}" if length else "capture a model of sequences"
             raise PlanError(
                 f"context parallelism over {self.size} ranks cuts the sequence of {length} into {chunks} chunks, "
-                f"which do not divide it: {what}"
+                f"which do not divide it: capture a sequence of {nearest}"
             )
         if self.size > 1:
             _check_attention(graph)

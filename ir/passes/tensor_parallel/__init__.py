@@ -445,9 +445,10 @@ class TensorParallel:
             raise PlanError("the step is tensor-parallel already: start from the step as it was captured")
         positions = graph.workload.sequence_length
         if self.sequence_parallel and (not positions or positions % self.size):
+            fault = f"the sequence of {positions} does not divide: choose a length that does, or"
             raise PlanError(
-                f"sequence parallelism over {self.size} ranks: the sequence of {positions} does not divide: "
-                "choose a length that does, or leave it out"
+                f"sequence parallelism over {self.size} ranks: "
+                f"{fault if positions else 'the samples of this step are not said to be sequences:'} leave it out"
             )
         if self.expert_size not in (None, 1, self.size) or (self.whole_experts and not self.sequence_parallel):
             raise PlanError(
