@@ -55,7 +55,8 @@ def build(
     Args:
         entry: the model.
         batch_size: samples of the micro-batch; the entry's default if None.
-        seq_len: tokens a sample, or the image side in pixels; the entry's default if None. A
+        seq_len: tokens a sample, or the image side in pixels; if None the entry's default, or as many as the
+            module has positions for. A
             sequence-to-sequence model gets that many encoder tokens, and the decoder tokens that span
             corruption leaves of them.
         attention: `sdpa` (one fused operation), `fused` (the same where the architecture asks more of it than
@@ -75,11 +76,15 @@ def build(
         raise UsageError(f"model {entry.name}: batch size {batch} and length {length} must be at least 1")
     require_transformers()
     from echograph.models.inputs import training_inputs
+    from echograph.models.transformers_model import learned_positions
 
     module = _module(entry, length, attention)
+    limit = learned_positions(entry, module) or length
+    if length > limit and seq_len is not None:
+        raise UsageError(f"model {entry.name}: {length} tokens exceed its {limit} learned positions")
     module.train()
     loss = _mean_square if entry.kind == "features" else _loss
-    return Built(module, training_inputs(entry, module, batch, length), loss)
+    return Built(module, training_inputs(entry, module, batch, min(length, limit)), loss)
 
 
 def parameter_count(entry: ModelEntry) -> int:

@@ -24,7 +24,13 @@ ModelKind = Literal[
     "causal-lm",
     "masked-lm",
     "seq2seq",
+    "text-classification",
+    "token-classification",
+    "question-answering",
     "image-classification",
+    "image-segmentation",
+    "video-classification",
+    "sound-classification",
     "image-text",
     "image-text-pairs",
     "speech-recognition",
@@ -170,6 +176,9 @@ DEFAULT_TOKENS = {
     "causal-lm": 4096,
     "image-text": 4096,
     "masked-lm": 512,
+    "text-classification": 512,
+    "token-classification": 512,
+    "question-answering": 512,
     "seq2seq": 512,
     "speech-recognition": 448,
 }
@@ -197,9 +206,10 @@ def from_config(source: str | Path | Mapping[str, Any], *, name: str | None = No
     """Reads a configuration into an entry that `build` accepts.
 
     The training class is the first of `architectures`, which must have a head that the zoo knows how to feed
-    (causal or masked language model, sequence to sequence, image classification); where it is missing or the
-    type's headless model, the model type's own. Code that the configuration points to (`auto_map`) is never
-    run, weights' quantization is left out, nothing is downloaded.
+    (language modelling, sequence to sequence, classification of texts, tokens, images, videos and sound, and
+    the other kinds of `ModelKind`); where it is missing or the type's headless model, the model type's own.
+    Code that the configuration points to (`auto_map`) is never run, weights' quantization is left out, nothing
+    is downloaded.
 
     Args:
         source: a directory with a `config.json`, such a file, or its content.
@@ -289,6 +299,12 @@ def _heads(model_type: str) -> tuple[dict[str, ModelKind], tuple[str, ...]]:
         ("masked-lm", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
         ("causal-lm", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         ("image-classification", auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+        ("text-classification", auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+        ("token-classification", auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+        ("question-answering", auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
+        ("sound-classification", auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES),
+        ("video-classification", auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES),
+        ("image-segmentation", auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES),
     )
     heads: dict[str, ModelKind] = {}
     for kind, table in tables:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from echograph.models import multimodal
-from echograph.models.catalog import ModelEntry
+from echograph.models.catalog import ModelEntry, ModelKind
 
 NOISE_DENSITY = 0.15
 MEAN_SPAN_TOKENS = 3
@@ -44,13 +44,12 @@ def training_inputs(
                 "input_ids": _token_ids(config, batch_size, seq_len),
                 "labels": _token_ids(config, batch_size, span_corruption_targets(seq_len)),
             }
-        case "image-classification":
-            channels, labels = int(config.num_channels), int(config.num_labels)
-            shape = (batch_size, channels, seq_len, seq_len)
-            return {
-                "pixel_values": torch.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape),
-                "labels": torch.arange(batch_size).remainder(labels),
-            }
+        case "text-classification" | "token-classification" | "question-answering":
+            return _labelled_text(entry.kind, config, batch_size, seq_len)
+        case "image-classification" | "image-segmentation" | "video-classification":
+            return _labelled_images(entry.kind, config, batch_size, seq_len)
+        case "sound-classification":
+            return {**multimodal.sound(module, batch_size), "labels": _classes(config, batch_size)}
         case "image-text":
             return multimodal.image_text(module, batch_size, seq_len)
         case "image-text-pairs":
@@ -64,6 +63,51 @@ def training_inputs(
             return _unlabelled(config, module, batch_size, seq_len)
         case _:
             assert_never(entry.kind)
+
+
+def _labelled_text(kind: ModelKind, config: Any, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+    """Texts with a class each, with a class a token, or with the first and last token of an answer."""
+    inputs = {"input_ids": multimodal.text_ids(config, batch_size, seq_len)}
+    match kind:
+        case "text-classification":
+            return inputs | {"labels": _targets(config, batch_size)}
+        case "token-classification":
+            return inputs | {"labels": _classes(config, batch_size, seq_len)}
+        case _:
+            answer = torch.zeros(batch_size, dtype=torch.long)
+            return inputs | {"start_positions": answer, "end_positions": answer.clone()}
+
+
+def _labelled_images(kind: ModelKind, config: Any, batch_size: int, side: int) -> dict[str, torch.Tensor]:
+    """Images with a class each or a class a pixel, or videos with a class each."""
+    image = (int(getattr(config, "num_channels", 3)), side, side)
+    match kind:
+        case "image-segmentation":
+            return {
+                "pixel_values": multimodal.pixels(batch_size, *image),
+                "labels": _classes(config, batch_size, side, side),
+            }
+        case "video-classification":
+            frames = int(getattr(config, "num_frames", None) or config.frames_per_clip)
+            videos = multimodal.pixels(batch_size, frames, *image)
+            name = "pixel_values_videos" if hasattr(config, "frames_per_clip") else "pixel_values"
+            return {name: videos, "labels": _classes(config, batch_size)}
+        case _:
+            return {"pixel_values": multimodal.pixels(batch_size, *image), "labels": _classes(config, batch_size)}
+
+
+def _targets(config: Any, batch_size: int) -> torch.Tensor:
+    """What a text is judged by: its class, or numbers where there is one label, or several at once."""
+    if config.problem_type == "multi_label_classification":
+        return torch.zeros(batch_size, int(config.num_labels))
+    if config.problem_type == "regression" or int(config.num_labels) == 1:
+        return torch.zeros(batch_size, *[int(config.num_labels)] * (config.num_labels > 1))
+    return _classes(config, batch_size)
+
+
+def _classes(config: Any, *shape: int) -> torch.Tensor:
+    """Classes that count up and wrap around."""
+    return torch.arange(math.prod(shape)).remainder(max(int(config.num_labels), 1)).reshape(shape)
 
 
 def _unlabelled(config: Any, module: Any, batch_size: int, length: int) -> dict[str, torch.Tensor]:

@@ -211,6 +211,8 @@ def sound(module: nn.Module, batch_size: int) -> dict[str, Tensor]:
     """
     config: Any = module.config
     if module.main_input_name == "input_values":
+        if frames := getattr(config, "max_length", 0):  # the audio spectrogram transformer's word for its input
+            return {"input_values": pixels(batch_size, frames, config.num_mel_bins)}
         return {"input_values": pixels(batch_size, SECONDS * SAMPLES_PER_S)}
     audio = getattr(config, "encoder_config", None) or getattr(config, "audio_config", None) or config
     bins = _field(audio, "num_mel_bins", "input_feat_per_channel", "feature_size", default=0)

@@ -56,7 +56,7 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
 
     Raises:
         InputError: no such class, or it rejects the configuration.
-        UsageError: the class has no such attention, or too few positions.
+        UsageError: the class has no such attention.
     """
     model_class = getattr(transformers, entry.architecture, None)
     if model_class is None:
@@ -84,7 +84,6 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
         # Left alone, the library guesses it from the class name, in vain for `GPT2LMHeadModel`.
         model.loss_type = _LOSS_TYPES[entry.kind]
     module: nn.Module = model
-    _check_positions(entry, module, seq_len)
     _take_batches_as_whole_sequences(module)
     if not real:
         run_single_kernels(module)
@@ -148,8 +147,16 @@ def _tensors_are_real() -> bool:
     return type(probe) is torch.Tensor and not probe.is_meta
 
 
-def _check_positions(entry: ModelEntry, module: nn.Module, seq_len: int) -> None:
-    """An embedding looked up beyond its end goes unnoticed on fake tensors, so lengths are checked here."""
+def learned_positions(entry: ModelEntry, module: nn.Module) -> int | None:
+    """The longest sequence that a module's learned positions hold; None where it has none.
+
+    An embedding looked up beyond its end goes unnoticed on fake tensors, so whoever makes inputs asks first.
+
+    Args:
+        entry: what the module was built from.
+        module: a model of transformers.
+    """
+    limits = []
     for name, child in module.named_modules():
         last = name.rpartition(".")[2]
         if not isinstance(child, nn.Embedding) or last not in _POSITION_TABLES:
@@ -157,9 +164,8 @@ def _check_positions(entry: ModelEntry, module: nn.Module, seq_len: int) -> None
         if entry.kind == "speech-recognition" and re.search(r"\b(encoder|audio_tower)\.", name):
             continue  # positions of the sound, which is as long as they are
         first = 0 if child.padding_idx is None else child.padding_idx + 1
-        limit = child.num_embeddings - int(getattr(child, "offset", first))
-        if seq_len > limit:
-            raise UsageError(f"model {entry.name}: {seq_len} tokens exceed its {limit} learned positions")
+        limits.append(child.num_embeddings - int(getattr(child, "offset", first)))
+    return min(limits, default=None)
 
 
 def _take_batches_as_whole_sequences(module: nn.Module) -> None:

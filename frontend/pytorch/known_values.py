@@ -417,12 +417,9 @@ class _Following(TorchFunctionMode):
             args = (plain(args[0]), *args[1:])
         elif func in _INDEXING:
             args = (args[0], _positions(args[1]), *args[2:])
-        elif (
-            func is torch.nn.functional.ctc_loss
-        ):  # its lengths may be tensors or numbers, the latter with a shape rule
-            args = (*args[:2], *map(_number, args[2:4]), *args[4:])
+        call = ctc_loss if func is torch.nn.functional.ctc_loss else func
         try:
-            out = func(*args, **kwargs)
+            out = call(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return computed(func, args, kwargs)
         if func in _EQUALS and _equals_none(func, args, out):
@@ -503,6 +500,30 @@ def _number(given: Any) -> Any:
         return given
     with apart():
         return known.tolist()
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Connectionist temporal classification, by lengths that are numbers where they are known.
+
+    There is a shape rule for such. Of the mean PyTorch's own code reads the numbers that it divides by (ATen/native/LossCTC.cpp), so here the losses
+    are divided as it divides them.
+    """
+    heard, spoken = _number(input_lengths), _number(target_lengths)
+    whole = reduction != "mean" or isinstance(spoken, Tensor)
+    losses = torch.nn.functional.ctc_loss(
+        log_probs, targets, heard, spoken, blank, reduction if whole else "none", zero_infinity
+    )
+    if whole:
+        return losses
+    return (losses / losses.new_tensor(spoken).clamp_min(1)).mean()
 
 
 def plain(data: Any) -> Any:

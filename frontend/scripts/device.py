@@ -904,6 +904,7 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     torch.device: OnTheDevice._device,
     **dict.fromkeys(_TAKING_MASKS, OnTheDevice._masked),
     torch.nn.functional.one_hot: OnTheDevice._one_hot,
+    torch.nn.functional.ctc_loss: lambda mode, func, args, kwargs: mode._run(known_values.ctc_loss, args, kwargs),
     Tensor.view: OnTheDevice._view,
     Tensor.type: OnTheDevice._type,
     Tensor.cuda: OnTheDevice._cuda,

@@ -91,11 +91,12 @@ def test_what_is_drawn_is_not_known(draw) -> None:
     assert not is_known(draw())
 
 
-def test_lengths_give_the_shape_of_a_connectionist_loss() -> None:
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_lengths_give_the_shape_of_a_connectionist_loss(reduction: str) -> None:
     scores = torch.zeros(20, 2, 5).requires_grad_().log_softmax(-1)
     labels, lengths = torch.tensor([1, 2, 3, 1, 2]), torch.tensor([3, 2])
     with cpu_operators():
-        loss = F.ctc_loss(scores, labels, torch.full((2,), 20), lengths, reduction="sum")
+        loss = F.ctc_loss(scores, labels, torch.full((2,), 20), lengths, reduction=reduction)
         assert loss.shape == ()
         assert loss.grad_fn is not None
 
