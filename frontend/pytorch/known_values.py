@@ -513,17 +513,17 @@ def ctc_loss(
 ) -> Tensor:
     """Connectionist temporal classification, by lengths that are numbers where they are known.
 
-    There is a shape rule for such. Of the mean PyTorch's own code reads the numbers that it divides by (ATen/native/LossCTC.cpp), so here the losses
-    are divided as it divides them.
+    There is a shape rule for such. Of the mean PyTorch's own code reads from memory what it divides by
+    (ATen/native/LossCTC.cpp), so here the losses are divided as it divides them.
     """
     heard, spoken = _number(input_lengths), _number(target_lengths)
-    whole = reduction != "mean" or isinstance(spoken, Tensor)
-    losses = torch.nn.functional.ctc_loss(
-        log_probs, targets, heard, spoken, blank, reduction if whole else "none", zero_infinity
-    )
-    if whole:
-        return losses
-    return (losses / losses.new_tensor(spoken).clamp_min(1)).mean()
+    if isinstance(heard, Tensor) or isinstance(spoken, Tensor):
+        return torch.nn.functional.ctc_loss(
+            log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
+        )
+    each = "none" if reduction == "mean" else reduction
+    losses = torch.nn.functional.ctc_loss(log_probs, targets, heard, spoken, blank, each, zero_infinity)
+    return (losses / losses.new_tensor(spoken).clamp_min(1)).mean() if reduction == "mean" else losses
 
 
 def plain(data: Any) -> Any:

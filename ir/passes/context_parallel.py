@@ -583,8 +583,8 @@ class ContextParallel:
         chunks = 2 * self.size if self.method == "ring" and self.load_balance else self.size
         if self.size > 1 and not length:
             raise PlanError(
-                f"context parallelism over {self.size} ranks: the samples of this step are not said to be sequences: "
-                "leave it out"
+                f"context parallelism over {self.size} ranks: the samples of this step are not said to be "
+                "sequences: leave it out"
             )
         if self.size > 1 and length % chunks:
             nearest = (

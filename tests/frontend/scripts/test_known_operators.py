@@ -376,9 +376,9 @@ def test_classes_that_nobody_has_the_number_of_are_a_guess_that_is_told() -> Non
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_a_connectionist_loss_of_known_lengths(reduction: str) -> None:
     """Of the mean, which is the default, PyTorch's own code reads the lengths from memory."""
-    lengths, labels = torch.tensor([3, 2]), torch.tensor([[1, 2, 3], [1, 2, 0]])
     world = World(size=1)
     with world.entered(tuple), fake_mode(unpatched) as mode, device.present(world), ScriptRecorder(mode):
+        lengths, labels = torch.tensor([3, 2]), torch.tensor([[1, 2, 3], [1, 2, 0]])
         scores = torch.zeros(20, 2, 5, device="cuda").requires_grad_().log_softmax(-1)
         loss = F.ctc_loss(scores, labels.cuda(), torch.full((2,), 20), lengths, reduction=reduction)
         assert loss.is_cuda and loss.shape == ((2,) if reduction == "none" else ())
