@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from echograph.frontend.pytorch.capture import fake_mode
+from echograph.frontend.pytorch.device_ops import cpu_operators
 from echograph.frontend.pytorch.known_values import apart
 from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import unpatched
@@ -377,7 +378,8 @@ def test_classes_that_nobody_has_the_number_of_are_a_guess_that_is_told() -> Non
 def test_a_connectionist_loss_of_known_lengths(reduction: str) -> None:
     """Of the mean, which is the default, PyTorch's own code reads the lengths from memory."""
     world = World(size=1)
-    with world.entered(tuple), fake_mode(unpatched) as mode, device.present(world), ScriptRecorder(mode):
+    shown = device.present(world)
+    with world.entered(tuple), fake_mode(unpatched) as mode, cpu_operators(), shown, ScriptRecorder(mode):
         lengths, labels = torch.tensor([3, 2]), torch.tensor([[1, 2, 3], [1, 2, 0]])
         scores = torch.zeros(20, 2, 5, device="cuda").requires_grad_().log_softmax(-1)
         loss = F.ctc_loss(scores, labels.cuda(), torch.full((2,), 20), lengths, reduction=reduction)
