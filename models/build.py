@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from echograph.errors import UsageError
+from echograph.errors import EchoError, InputError, UsageError
 from echograph.models.catalog import ModelEntry, require_transformers
 from echograph.registry import Table
 
@@ -67,7 +67,7 @@ def build(
     Raises:
         UsageError: a size is not positive, the sequence is longer than the model's positions, or the
             attention is not one the architecture has.
-        InputError: the architecture rejects the configuration.
+        InputError: the architecture rejects the configuration, or what it takes is not known here.
         MissingExtraError: torch or transformers is not installed.
     """
     batch = entry.default_batch_size if batch_size is None else batch_size
@@ -84,7 +84,16 @@ def build(
         raise UsageError(f"model {entry.name}: {length} tokens exceed its {limit} learned positions")
     module.train()
     loss = _mean_square if entry.kind == "features" else _loss
-    return Built(module, training_inputs(entry, module, batch, min(length, limit)), loss)
+    try:
+        inputs = training_inputs(entry, module, batch, min(length, limit))
+    except EchoError:
+        raise
+    except Exception as error:  # a configuration that lacks what others of its kind have
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise InputError(
+            f"model {entry.name}: what {entry.architecture} takes is not known here: {reason}"
+        ) from error
+    return Built(module, inputs, loss)
 
 
 def parameter_count(entry: ModelEntry) -> int:

@@ -39,6 +39,8 @@ def training_inputs(
             if "next_sentence_label" in inspect.signature(module.forward).parameters:
                 inputs["next_sentence_label"] = torch.zeros(batch_size, dtype=torch.long)
             return inputs
+        case "seq2seq" | "speech-recognition" if hasattr(module, "get_audio_features"):
+            return multimodal.sound_text(module, batch_size, seq_len)
         case "seq2seq":
             return {
                 "input_ids": _token_ids(config, batch_size, seq_len),
@@ -54,8 +56,6 @@ def training_inputs(
             return multimodal.image_text(module, batch_size, seq_len)
         case "image-text-pairs":
             return multimodal.image_text_pairs(module, batch_size, seq_len)
-        case "speech-recognition" if hasattr(module, "get_audio_features"):
-            return multimodal.sound_text(module, batch_size, seq_len)
         case "speech-recognition":
             text = multimodal.text_ids(config, batch_size, seq_len)
             return {**multimodal.sound(module, batch_size), "labels": text}

@@ -27,6 +27,9 @@ SECONDS, SAMPLES_PER_S, FRAMES_PER_S = 10, 16_000, 100
 """Of sound, where a model takes any length; the rates are those of wav2vec 2.0 (Baevski et al. 2020, section 4.1)
 and of Whisper's spectrograms (Radford et al. 2022, section 2.2)."""
 
+_BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", "feature_projection_input_dim")
+"""What configurations call the numbers of a frame of a spectrum."""
+
 IGNORED = -100
 """Label of a position that has no loss (`torch.nn.functional.cross_entropy`)."""
 
@@ -44,6 +47,9 @@ def image_text(module: nn.Module, batch_size: int, seq_len: int) -> dict[str, Te
         InputError: how the model takes images is not known here.
     """
     config: Any = module.config
+    tower = _tower(module)
+    if tower is None:
+        return _image_beside_text(module, batch_size, seq_len)
     inputs = images(module, batch_size)
     if "cross_attention_mask" in _parameters(module.forward):
         tiles = config.vision_config.max_num_tiles
@@ -51,8 +57,27 @@ def image_text(module: nn.Module, batch_size: int, seq_len: int) -> dict[str, Te
         ids = text_ids(config, batch_size, seq_len)
         return {"input_ids": ids, "labels": ids.clone(), **inputs}
     image = _token(config, "image")
-    count = _rows(module, module.get_image_features, inputs) // batch_size
+    count = _rows(module, tower, inputs) // batch_size
     return _beside_text(module, batch_size, seq_len, "an image", image, count) | inputs
+
+
+def _tower(module: nn.Module) -> Any:
+    """What makes tokens of images, of the model or of the one inside its head; None: no tokens stand for them."""
+    inner = getattr(module, "model", None)
+    return getattr(module, "get_image_features", None) or getattr(inner, "get_image_features", None)
+
+
+def _image_beside_text(module: nn.Module, batch_size: int, seq_len: int) -> dict[str, Tensor]:
+    """An image that the text attends to, or that the model itself puts before it; none where it takes none."""
+    names = _parameters(module.forward)
+    ids = text_ids(module.config, batch_size, seq_len)
+    if "pixel_values" not in names and "input_ids" not in names:
+        raise InputError(f"{type(module).__name__}: it takes neither 'pixel_values' nor 'input_ids'")
+    if "pixel_values" not in names:
+        return {"input_ids": ids, "labels": ids.clone()}
+    if "decoder_input_ids" in names:
+        return {**images(module, batch_size), "decoder_input_ids": ids, "labels": ids.clone()}
+    return {"input_ids": ids, "labels": ids.clone(), **images(module, batch_size)}
 
 
 def sound_text(module: nn.Module, batch_size: int, seq_len: int) -> dict[str, Tensor]:
@@ -69,16 +94,14 @@ def sound_text(module: nn.Module, batch_size: int, seq_len: int) -> dict[str, Te
     """
     config: Any = module.config
     inputs = sound(module, batch_size)
-    asked = _parameters(module.get_audio_features).get("input_features_mask")
-    if asked is not None and asked.default is inspect.Parameter.empty:
-        inputs["input_features_mask"] = torch.ones(
-            batch_size, inputs["input_features"].shape[-1], dtype=torch.long
-        )
-    try:
-        count = _rows(module, module.get_audio_features, inputs) // batch_size
-    except InputError:  # which of the two the frames are, no configuration says
-        inputs["input_features"] = inputs["input_features"].mT
-        count = _rows(module, module.get_audio_features, inputs) // batch_size
+    for mask in ("input_features_mask", "feature_attention_mask"):
+        if _demands(module.get_audio_features, mask):
+            frames = inputs["input_features"].shape[-1]
+            inputs[mask] = torch.ones(batch_size, frames, dtype=torch.long)
+    tower, turned = module.get_audio_features, inputs | {"input_features": inputs["input_features"].mT}
+    if not _takes(module, tower, inputs) and _takes(module, tower, turned):
+        inputs = turned  # which of the two the frames are, no configuration says
+    count = _rows(module, tower, inputs) // batch_size
     return _beside_text(module, batch_size, seq_len, "sound", _token(config, "audio"), count) | inputs
 
 
@@ -124,7 +147,7 @@ def images(module: nn.Module, batch_size: int) -> dict[str, Tensor]:
         InputError: its configuration says nothing of images.
     """
     config: Any = module.config
-    vision = getattr(config, "vision_config", None)
+    vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None)
     if vision is None:
         raise InputError(
             f"{type(module).__name__}: its configuration has no 'vision_config': how it takes images is not known"
@@ -133,7 +156,13 @@ def images(module: nn.Module, batch_size: int) -> dict[str, Tensor]:
     channels = _field(vision, "num_channels", "in_channels", "in_chans", default=3)
     side = image_side(vision)
     if "image_grid_thw" in names:
-        return _patches(vision, batch_size, channels, side)
+        return _patches(module, vision, batch_size, channels, side)
+    if "target_sizes" in names:
+        rows = max(side // (4 * vision.patch_size), 1) * 4  # twice, two by two are merged into one
+        return {
+            "pixel_values": pixels(1, channels, vision.patch_size, batch_size * rows * rows * vision.patch_size),
+            "target_sizes": torch.tensor([[rows, rows]] * batch_size, dtype=torch.int32),
+        }
     shape: tuple[int, ...] = (batch_size, channels, side, side)
     if "aspect_ratio_ids" in names:
         tiles = vision.max_num_tiles
@@ -145,9 +174,8 @@ def images(module: nn.Module, batch_size: int) -> dict[str, Tensor]:
     if "pixel_attention_mask" in names:
         return {"pixel_values": pixels(batch_size, 1, channels, side, side)}
     pinpoints = getattr(config, "image_grid_pinpoints", None)
-    asked = _parameters(module.get_image_features).get("image_sizes")
     sizes = {}
-    if pinpoints or (asked is not None and asked.default is inspect.Parameter.empty):
+    if pinpoints or _demands(_tower(module), "image_sizes"):
         sizes["image_sizes"] = torch.tensor([[side, side]] * batch_size)
     if pinpoints:
         count = sys.modules[type(module).__module__].image_size_to_num_patches
@@ -156,15 +184,27 @@ def images(module: nn.Module, batch_size: int) -> dict[str, Tensor]:
     return {"pixel_values": pixels(*shape), **sizes}
 
 
-def _patches(vision: Any, batch_size: int, channels: int, side: int) -> dict[str, Tensor]:
+def _patches(module: nn.Module, vision: Any, batch_size: int, channels: int, side: int) -> dict[str, Tensor]:
     """Patches of images in one list, and the grid of each: frames, rows and columns of patches."""
     patch, merged = vision.patch_size, _field(vision, "spatial_merge_size", default=1)
     rows = max(side // (patch * merged), 1) * merged
-    frames = _field(vision, "temporal_patch_size", default=1)
-    return {
-        "pixel_values": pixels(batch_size * rows * rows, channels * frames * patch * patch),
-        "image_grid_thw": torch.tensor([[1, rows, rows]] * batch_size),
-    }
+    frames = _field(vision, "temporal_patch_size", "patch_temporal", default=1)
+    count, numbers = batch_size * rows * rows, channels * frames * patch * patch
+    grid = {"image_grid_thw": torch.tensor([[1, rows, rows]] * batch_size)}
+    listed = {"pixel_values": pixels(count, numbers), **grid}
+    whole = {"pixel_values": pixels(count, channels * frames, patch, patch), **grid}
+    # Whether a patch is a row of numbers or an image, no configuration says.
+    tower = _tower(module)
+    return whole if not _takes(module, tower, listed) and _takes(module, tower, whole) else listed
+
+
+def _takes(module: nn.Module, tower: Any, inputs: dict[str, Tensor]) -> bool:
+    """Whether a tower runs on such inputs."""
+    try:
+        _rows(module, tower, inputs)
+    except InputError:
+        return False
+    return True
 
 
 def image_side(vision: Any) -> int:
@@ -215,7 +255,7 @@ def sound(module: nn.Module, batch_size: int) -> dict[str, Tensor]:
             return {"input_values": pixels(batch_size, frames, config.num_mel_bins)}
         return {"input_values": pixels(batch_size, SECONDS * SAMPLES_PER_S)}
     audio = getattr(config, "encoder_config", None) or getattr(config, "audio_config", None) or config
-    bins = _field(audio, "num_mel_bins", "input_feat_per_channel", "feature_size", default=0)
+    bins = _field(audio, *_BINS, default=0)
     if not bins:
         raise InputError(
             f"{type(module).__name__}: no 'num_mel_bins' in its configuration: what it hears is not known"
@@ -249,6 +289,12 @@ def pixels(*shape: int) -> Tensor:
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(function).parameters
+
+
+def _demands(function: Any, name: str) -> bool:
+    """Whether a function has a parameter of that name, and no default for it."""
+    asked = None if function is None else _parameters(function).get(name)
+    return asked is not None and asked.default is inspect.Parameter.empty
 
 
 def _field(config: Any, *names: str, default: int) -> int:

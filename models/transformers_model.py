@@ -105,6 +105,9 @@ def offline() -> Iterator[None]:
 def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | None) -> Any:
     _check_layers(entry)
     values = copy.deepcopy(dict(entry.config))  # the library edits nested tables
+    text = values.get("text_config")
+    if isinstance(text, dict) and "text_config" not in model_class.config_class.sub_configs:
+        values = text  # a class for the text alone, of a configuration with images
     if _PATTERN in values:  # which the library reads instead of the depth
         values[_PATTERN] = values[_PATTERN][: values.get("num_hidden_layers")]
     config = model_class.config_class(**values)

@@ -102,7 +102,7 @@ def test_the_zoos_own_configuration_reads_back_to_the_same_size() -> None:
         ('{"model_type": "lama"}', "model type 'lama' is not one of"),
         ('{"model_type": "sam"}', "no training head known here"),
         (
-            '{"model_type": "bert", "architectures": ["BertForTokenClassification"]}',
+            '{"model_type": "bert", "architectures": ["BertForMultipleChoice"]}',
             "name one of Bert.* instead",
         ),
         (b"\xff\xfe", "not JSON"),
