@@ -18,7 +18,7 @@ from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.model import overflow_flags, total_norms
 from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.tensor_parallel import TensorParallel
-from echograph.models import get_model
+from echograph.models import from_config, get_model
 from echograph.workflow.compile import compile_entry
 
 LAYERS, POSITIONS = 2, 128
@@ -223,3 +223,35 @@ def test_a_clipped_step_lowers_on_to_a_job() -> None:
     job = DataParallel(replicas=2)(local)
     (scalar,) = (op for op in calls(job) if isinstance(op, t.Collective) and op.phase == t.Phase.OPTIMIZER)
     assert (scalar.bytes_per_rank, job.groups[scalar.group].axes) == (4, ("tp",))
+
+
+# -- images in a text ------------------------------------------------------------------------------------------
+
+
+def test_a_text_with_images_in_it_is_cut_along_the_sequence_before_the_first_layer() -> None:
+    """Images find their places in whole sequences, of which each rank takes its share, as Megatron's LLaVA does.
+
+    Backward, the shares' gradients are gathered (`scatter_to_sequence_parallel_region`).
+    """
+    layers = {"num_hidden_layers": LAYERS, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
+    text = {"model_type": "llama", **layers, "vocab_size": 256, "max_position_embeddings": 128}
+    tower = {"model_type": "clip_vision_model", **layers, "image_size": 32, "patch_size": 8}
+    entry = from_config(
+        {"model_type": "llava", "text_config": text, "vision_config": tower, "image_token_index": 90}
+    )
+    whole = compile_entry(entry, PLAIN, batch_size=1, seq_len=64)
+    local = TensorParallel(size=2, sequence_parallel=True)(whole)
+    assert check_shapes(local) == check_shapes(whole)
+    hidden = 64 * 32 * 2
+    made = collectives(local)
+    # Of each layer two gathers and two scatters forward; beside them the table's lookup, whole for the images, and
+    # what the head reads.
+    assert made["REDUCE_SCATTER", "FORWARD", hidden] == 2 * LAYERS + 1
+    assert made["ALL_GATHER", "FORWARD", hidden] == 2 * LAYERS + 2
+    shares = [op for op in calls(local) if op.name == "aten.slice" and op.phase == t.Phase.FORWARD]
+    cut = [op for op in shares if local.tensors.shape.row(op.outputs[0]) == (1, 32, 32)]
+    assert len(cut) == 1
+    scattered = [
+        op for op in calls(local) if isinstance(op, t.Compute) and op.name.startswith("aten.masked_scatter")
+    ]
+    assert {local.tensors.shape.row(op.outputs[0]) for op in scattered} >= {(1, 64, 32)}

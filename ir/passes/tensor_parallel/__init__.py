@@ -103,6 +103,9 @@ class _Writer(StepWriter):
         for index, made in zip(op.outputs, decision.outputs, strict=True):
             if isinstance(made, Partial) and index in self.sharding.reduced:
                 self.part.tensors[index] = self._reduce(index, op, self.part.tensors[index])
+            elif index in self.sharding.cut:
+                placement = self.sharding.placement[index]
+                self.part.tensors[index] = self._slice(index, placement, op, self.part.tensors[index])
 
     # -- tensors -----------------------------------------------------------------------------------------
 
@@ -112,11 +115,12 @@ class _Writer(StepWriter):
         return self._made(index) if known is None else known
 
     def _made(self, index: int, alias: int | None = None) -> int:
-        """Adds a tensor as its maker leaves it: a summand has its whole shape."""
+        """Adds a tensor as its maker leaves it: a summand, and what is cut later, have their whole shape."""
         tensor, sharding = self.graph.tensor(index), self.sharding
         if alias is None and tensor.alias_of is not None:
             alias = self.tensor(tensor.alias_of)
-        shape = tensor.shape if sharding.is_partial(index) else sharding.shapes.get(index, tensor.shape)
+        whole = sharding.is_partial(index) or index in sharding.cut
+        shape = tensor.shape if whole else sharding.shapes.get(index, tensor.shape)
         cut = tensor.role.persistent and isinstance(sharding.placement.get(index), Shard)
         over = (*tensor.sharded, AXIS) if cut else tensor.sharded
         self.part.tensors[index] = self.add_tensor(replace(tensor, shape=shape, sharded=over), alias)

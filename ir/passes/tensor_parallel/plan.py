@@ -479,7 +479,9 @@ class Sharding:
     Operations run in program order; a block's ports have the placement of what its instances bind, which must be
     the same for all. A summand is passed on through views and through sums with other summands; where anything
     else reads it, it is summed over the ranks as soon as it is made. That is found by repetition: each round
-    learns which summands to reduce at once.
+    learns which summands to reduce at once, and what to cut: what an operation that every rank runs whole makes of
+    the sequence, as a text in which images have found their places, where other instances of the block that
+    reads it take shares of the sequence (Megatron's `scatter_to_sequence_parallel_region`).
 
     Args:
         graph: the step.
@@ -510,10 +512,11 @@ class Sharding:
         self.norms, flags = total_norms(graph), overflow_flags(graph)
         self._of_all_gradients = {graph.ops.outputs.row(row)[-1] for row in (*self.norms, *flags)}
         self.reduced: set[int] = set(self._of_all_gradients)
+        self.cut: set[int] = set()
         self.placement: dict[int, Placement] = {}
         self.decisions: dict[int, Decision] = {}
         self._demanded: set[int] = set()
-        while not self._round():
+        while not self._round() or self._cut_before_ports():
             pass
         self._check_ports()
         self.shapes = {index: self.local_shape(index, p) for index, p in self.placement.items()}
@@ -599,7 +602,7 @@ class Sharding:
             if isinstance(made, Partial) and (at_once or index in self.reduced):
                 self.reduced.add(index)
                 made = self.reduction_target(index)
-            self.placement[index] = made
+            self.placement[index] = self.reduction_target(index) if index in self.cut else made
 
     def _at_gradients(self, site: OpSchema, row: int) -> Decision:
         """The decision; norms for clipping and overflow flags are first those of a rank, then of all."""
@@ -651,6 +654,23 @@ class Sharding:
             bound = self.graph.blocks[block].instances[instance].op_bindings[-2 - forward]
             forward = self.graph.locate_op(bound)[2]
         return self.decisions[forward].inputs if forward in self.decisions else ()
+
+    def _cut_before_ports(self) -> bool:
+        """Finds what is whole where other instances of a block take a share of the sequence; if any is new."""
+        graph, new = self.graph, set()
+        for number, _, port, where in graph.bindings():
+            first = graph.locate_tensor(graph.tensor_id(number, 0, port))
+            for one, other in ((first, where), (where, first)):
+                share = self._placement(*other)
+                if (
+                    isinstance(share, Shard)
+                    and self._placement(*one) == WHOLE
+                    and self.reduction_target(one[2]) == share
+                    and int(graph.maker[one[2]]) in self.decisions
+                ):
+                    new.add(one[2])
+        self.cut |= new
+        return bool(new)
 
     def _check_ports(self) -> None:
         """All instances of a block must bind a port to tensors of one placement."""
