@@ -143,5 +143,5 @@ def span_corruption_targets(seq_len: int) -> int:
 
 
 def _token_ids(config: Any, batch_size: int, seq_len: int) -> torch.Tensor:
-    vocabulary = int(config.vocab_size)
+    vocabulary = int(config.get_text_config().vocab_size)
     return torch.arange(batch_size * seq_len).remainder(vocabulary).reshape(batch_size, seq_len)

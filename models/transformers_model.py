@@ -39,8 +39,8 @@ _POSITION_TABLES = {"wpe", "position_embeddings", "embed_positions"}
 _PATTERN = "hybrid_override_pattern"
 """What Nemotron-H calls the kinds of its layers, a letter each."""
 
-_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-"""Shares of layers that a step leaves out by chance: a captured step runs all of them."""
+_LAYER_DROP = ("layerdrop", "layer_drop")
+"""How shares of layers are called that a step leaves out by chance: a captured step runs all of them."""
 
 MAX_LAYERS = 2048
 """The most layers of one kind that are built: each is Python objects, and published models have some hundred."""
@@ -111,10 +111,11 @@ def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | 
     if _PATTERN in values:  # which the library reads instead of the depth
         values[_PATTERN] = values[_PATTERN][: values.get("num_hidden_layers")]
     config = model_class.config_class(**values)
-    for part in (config, config.get_text_config()):
-        part.use_cache = False  # an output that training has no use for
-        for name in _LAYER_DROPS:
-            if hasattr(part, name):
+    for part in _parts(config):
+        if hasattr(part, "use_cache"):
+            part.use_cache = False  # an output that training has no use for
+        for name in vars(part):
+            if name.endswith(_LAYER_DROP):
                 setattr(part, name, 0.0)
     config._attn_implementation = attention
     if getattr(config, "is_encoder_decoder", False):
@@ -122,7 +123,7 @@ def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | 
         for name in ("pad_token_id", "decoder_start_token_id"):
             if getattr(config, name, None) is None:
                 setattr(config, name, 0)
-    window = getattr(config, "sliding_window", None)
+    window = vars(config).get("sliding_window")  # to ask for it is an error where layers differ in it
     if window is not None and seq_len <= window and getattr(config, "layer_types", None) is None:
         # The window then masks nothing; without it attention stays causal and fused, with no explicit mask.
         config.sliding_window = None
@@ -132,6 +133,14 @@ def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | 
     if entry.kind not in DEFAULT_TOKENS and hasattr(vision, "image_size"):
         vision.image_size = seq_len
     return config
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A configuration and those of its towers."""
+    yield config
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None and not isinstance(part, dict):
+            yield from _parts(part)
 
 
 def _check_layers(entry: ModelEntry) -> None:

@@ -122,3 +122,9 @@ def test_a_configuration_that_lacks_what_its_kind_has_is_one_line() -> None:
         InputError, match=r"what CanineForSequenceClassification takes is not known here: .*vocab_size"
     ):
         build(from_config(config))
+
+
+def test_layers_that_a_tower_leaves_out_by_chance_all_run() -> None:
+    tower = {**SIZES, "num_mel_bins": 16, "subsampling_conv_channels": 16, "layerdrop": 0.9}
+    module: Any = build(from_config({"model_type": "lasr_ctc", "vocab_size": 96, "encoder_config": tower})).module
+    assert module.encoder.layerdrop == 0.0
