@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 import runpy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,10 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.imports import is_of_script
+from echograph.frontend.scripts.installed import is_of_library
 from echograph.frontend.scripts.values import NoteTaker, StandInInteger, StandInNumber, any_guessed, line_of_script
 
 _FOLLOWED = "_echograph_followed"
-_COUNTING = (b"int(", b"range(")
+_COUNTING = re.compile(rb"(?<![\w.])(?:int|range)\s*\(")
 
 
 @contextmanager
@@ -72,7 +74,8 @@ def whole(*given: Any, **named: Any) -> int:
 def _imported(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_code(loader: Any, name: str) -> Any:
         path = loader.get_filename(name)
-        return (_compiled(path) if is_of_script(path) else None) or original(loader, name)
+        own = is_of_script(path) and not is_of_library(path)
+        return (_compiled(path) if own else None) or original(loader, name)
 
     return get_code
 
@@ -99,7 +102,7 @@ def _compiled(path: str) -> CodeType | None:
 def _followed_in(path: str, _: int, __: int) -> CodeType | None:
     """The same of a file as it is; each rank that is run imports it anew."""
     text = Path(path).read_bytes()
-    if not any(called in text for called in _COUNTING):
+    if not _COUNTING.search(text):
         return None
     tree = ast.parse(text, path)
     for node in filter(_counts, ast.walk(tree)):
