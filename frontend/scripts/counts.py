@@ -12,7 +12,7 @@ import ast
 import builtins
 import re
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.machinery import SourceFileLoader
@@ -22,7 +22,6 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.imports import is_of_script
@@ -147,4 +146,13 @@ def guessed_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> St
     if name in ("getitem", "setitem"):
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
         args = tuple((part.start, part.stop, part.step) for part in parts if isinstance(part, slice))
-    return next((part for part in tree_leaves((args, kwargs)) if isinstance(part, StandInInteger)), None)
+    return next(_guesses((*args, *kwargs.values())), None)
+
+
+def _guesses(values: Iterable[Any]) -> Iterator[StandInInteger]:
+    """Numbers that stand for integers among values, and in the tuples and lists of these."""
+    for value in values:
+        if isinstance(value, StandInInteger):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _guesses(value)
