@@ -222,7 +222,7 @@ def _commit(table: Path) -> str:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    text = str(value).strip()
+    text = re.sub(r"\\+([|()])", r"\1", str(value).strip())  # for a shell
     if name in _LISTS:
         return text.strip("[]").split()
     return [text.strip("\"'")]

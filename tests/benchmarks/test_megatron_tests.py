@@ -53,6 +53,11 @@ def test_tests_of_the_same_arguments_are_one_set(tmp_path: Path) -> None:
     assert found[0].key != found[1].key
 
 
+def test_what_a_file_writes_for_a_shell_is_as_the_script_reads_it() -> None:
+    written = {"--pipeline-model-parallel-layout": "Et*3\\\\|\\\\(tt\\\\|\\\\)*6mL"}
+    assert list(megatron_tests._arguments(written))[1] == "Et*3|(tt|)*6mL"
+
+
 def test_what_no_step_feels_makes_no_other_set(tmp_path: Path) -> None:
     alike = '{"seed": 2, "bf16": true, "num-layers": 12, "train-iters": 50}'
     lines = [line("gpt/a", args='{"num-layers": 12, "bf16": true}'), line("gpt/b", args=alike)]

@@ -265,7 +265,7 @@ for step in range(3):
 
 
 def test_optimizers_that_were_made_before_are_as_new_in_a_run(tmp_path: Path) -> None:
-    """PyTorch gives a class of optimizers hooks of its step where the first is made, past what stands in for it."""
+    """PyTorch gives a class hooks of its step where the first optimizer is made, past what stands in for that."""
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     hooked, plain = vars(torch.optim.AdamW)["step"], vars(torch.optim.Rprop)["step"]
     (tmp_path / "train.py").write_text(OPTIMIZERS)
