@@ -110,6 +110,8 @@ class Test:
 def tests_of(table: Path, folder: Path, known: Mapping[str, Known] | None = None) -> list[Test]:
     """The training tests of a table with a number of GPUs and arguments, those with the same ones together.
 
+    The same are those that differ by their order, or by what no step feels (`_UNFELT`).
+
     Args:
         table: the measurements.
         folder: the checkout.
@@ -127,8 +129,8 @@ def tests_of(table: Path, folder: Path, known: Mapping[str, Known] | None = None
                 continue  # a test that is there no longer, of which nobody says how it ran; times of another GPU
             environment = {k: str(v) for k, v in json.loads(row["env"]).items() if _CHOOSES.match(k)}
             made = (row["script"], tuple(_arguments(written)), environment, int(row["gpus"]))
-            key = json.dumps(made)
-            sets[key] = made
+            key = json.dumps([made[0], _felt(made[1]), *made[2:]])
+            sets.setdefault(key, made)
             found.setdefault(key, []).extend(_by_machine(row, known_of.runs))
     return [_test(sets[key], rows) for key, rows in found.items()]
 
@@ -196,10 +198,21 @@ _GONE: dict[str, Any] = {"--encoder-pipeline-model-parallel-size": 0}
 def _told_apart(written: Mapping[str, Any]) -> list[str]:
     """Arguments without the order in which a file has them, and what changes no time."""
     named = {str(name): str(value) for name, value in written.items()}
-    return sorted(f"{n} {v}" for n, v in named.items() if not _FILES.fullmatch(n) and not _LOGGED.fullmatch(n))
+    told = {name: value for name, value in named.items() if not _FILES.fullmatch(name) and name != "--vocab-size"}
+    return sorted(f"{name} {value}" for name, value in told.items() if not _UNFELT.fullmatch(name))
 
 
-_LOGGED = re.compile("--(vocab-size|legacy-tokenizer|.*-iters|lr-.*|lr|min-lr|seed)")
+def _felt(arguments: Iterable[str]) -> list[str]:
+    """A script's options in one order, without those that change no step."""
+    options: list[list[str]] = []
+    for word in arguments:
+        if word.startswith("--"):
+            options.append([])
+        options[-1].append(word)
+    return sorted(" ".join(option) for option in options if not _UNFELT.fullmatch(option[0]))
+
+
+_UNFELT = re.compile("--(legacy-tokenizer|.*-iters|lr-.*|lr|min-lr|seed)")
 
 
 def _commit(table: Path) -> str:
@@ -209,7 +222,7 @@ def _commit(table: Path) -> str:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    text = str(value).strip()
+    text = re.sub(r"\\+([|()])", r"\1", str(value).strip())  # for a shell
     if name in _LISTS:
         return text.strip("[]").split()
     return [text.strip("\"'")]

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +29,7 @@ from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.capture import WITHIN_CONTEXT
 from echograph.frontend.scripts.collectives import ranks_of
+from echograph.frontend.scripts.installed import of_library
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.torch_adapter import TorchAdapter, compiling, converted_in_place
 from echograph.ir.passes.model import CONTEXT
@@ -122,6 +124,7 @@ class MegatronAdapter(TorchAdapter):
         if not any("fsdp" in argument for argument in sys.argv):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         with (
+            of_library(*_places()),
             # What megatron-core compiles, it gives torch.compile where it is imported.
             patched(torch, "compile", lambda _: compiling(recorder, self.compiles)),
             shimmed(),
@@ -136,10 +139,7 @@ class MegatronAdapter(TorchAdapter):
             patched(nn.Module, "_apply", converted_in_place),
             in_place(CHECKED),
             patched(_config(), "__post_init__", lambda f: _graphs_taken(recorder, f)),
-            in_place(hashing(recorder)),
-            in_place(LEFT_OUT),
-            in_place(balanced(recorder.note)),
-            in_place(Flex(recorder.note).patches()),
+            in_place((*hashing(recorder), *LEFT_OUT, *balanced(recorder.note), *Flex(recorder.note).patches())),
             in_place(optimizers(recorder.stepping)),
             in_place(hooks(recorder, lambda: recorder.is_early)),
         ):
@@ -259,6 +259,12 @@ def _working(recorder: ScriptRecorder, original: Callable[..., None], workspaces
         original(*args, **named)
 
     return init
+
+
+def _places() -> tuple[str, ...]:
+    """Folders of Megatron, beside the script where that is a checkout's: what lies there is no script's own."""
+    found = find_spec("megatron")
+    return tuple(found.submodule_search_locations or ()) if found else ()
 
 
 def _config() -> Any:

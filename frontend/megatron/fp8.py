@@ -479,11 +479,16 @@ class _Grouped(torch.autograd.Function):
         return torch.cat(below), None, None, None, None, *made
 
 
-class Copies:
-    """The FP8 copies of a layer's weights, made for the first micro-batch of a step."""
+class Copies(list[Tensor]):
+    """The FP8 copies of a layer's weights, made for the first micro-batch of a step.
+
+    Transformer Engine keeps them from step to step. A list, as a recorder looks through those of a module for what
+    it holds between steps.
+    """
 
     def __init__(self) -> None:
-        self._kept: list[Narrow] = []
+        super().__init__()
+        self._narrow: list[Narrow] = []
 
     def of(self, weights: list[nn.Parameter], recipe: ScalingRecipe, first: bool | None) -> list[Narrow]:
         """Copies of all.
@@ -495,9 +500,10 @@ class Copies:
         """
         if first is None:
             return [_copies(weight, recipe) for weight in weights]
-        if first or not self._kept:
-            self._kept = [_copies(weight, recipe) for weight in weights]
-        return self._kept
+        if first or not self._narrow:
+            self._narrow = [_copies(weight, recipe) for weight in weights]
+            self[:] = [part for copy in self._narrow for part in (copy.rows, copy.columns) if part is not None]
+        return self._narrow
 
 
 def _copies(weight: nn.Parameter, recipe: ScalingRecipe) -> Narrow:

@@ -60,8 +60,18 @@ class _Operator(NamedTuple):
     required: frozenset[str]
 
 
-@cache
 def _operator(target: Any) -> _Operator | None:
+    # By its number, since operators take long to say their hash.
+    known = _OPERATORS.get(id(target))
+    if known is None:
+        known = _OPERATORS[id(target)] = target, _read(target)
+    return known[1]
+
+
+_OPERATORS: dict[int, tuple[Any, _Operator | None]] = {}
+
+
+def _read(target: Any) -> _Operator | None:
     schema: torch.FunctionSchema | None = getattr(target, "_schema", None)
     if schema is None:
         return None

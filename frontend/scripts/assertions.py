@@ -229,10 +229,14 @@ def _apart(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]
 def _best_of(statement: ast.Assign) -> frozenset[str]:
     """Of `best = max(acc, best)`, the two; none of another statement."""
     call = statement.value
-    if not isinstance(call, ast.Call) or len(call.args) != 2 or ast.unparse(call.func) not in ("max", "min"):
+    if not isinstance(call, ast.Call) or len(call.args) != 2 or not _is_called(call.func, "max", "min"):
         return frozenset()
     two = frozenset(map(ast.unparse, call.args))
     return two if ast.unparse(statement.targets[0]) in two else frozenset()
+
+
+def _is_called(name: ast.expr, *names: str) -> bool:
+    return isinstance(name, ast.Name) and name.id in names
 
 
 def _ordered(test: ast.expr) -> frozenset[str]:
@@ -267,7 +271,7 @@ def _reduced(call: ast.expr, within: list[ast.stmt]) -> ast.expr | None:
     """The mask of which something counts what it chooses, or asks whether that is anything."""
     if isinstance(call, ast.Name):
         parts = (part for statement in within for part in ast.walk(statement) if isinstance(part, ast.Assign))
-        given = [part.value for part in parts if ast.unparse(part.targets[0]) == call.id]
+        given = [part.value for part in parts if _is_called(part.targets[0], call.id)]
         return None if len(given) != 1 or isinstance(given[0], ast.Name) else _reduced(given[0], [])
     if not isinstance(call, ast.Call):
         return None

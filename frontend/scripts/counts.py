@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.machinery import SourceFileLoader
@@ -21,14 +22,14 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.imports import is_of_script
+from echograph.frontend.scripts.installed import is_of_library
 from echograph.frontend.scripts.values import NoteTaker, StandInInteger, StandInNumber, any_guessed, line_of_script
 
 _FOLLOWED = "_echograph_followed"
-_COUNTING = (b"int(", b"range(")
+_COUNTING = re.compile(rb"(?<![\w.])(?:int|range)\s*\(")
 
 
 @contextmanager
@@ -72,7 +73,8 @@ def whole(*given: Any, **named: Any) -> int:
 def _imported(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_code(loader: Any, name: str) -> Any:
         path = loader.get_filename(name)
-        return (_compiled(path) if is_of_script(path) else None) or original(loader, name)
+        own = is_of_script(path) and not is_of_library(path)
+        return (_compiled(path) if own else None) or original(loader, name)
 
     return get_code
 
@@ -99,7 +101,7 @@ def _compiled(path: str) -> CodeType | None:
 def _followed_in(path: str, _: int, __: int) -> CodeType | None:
     """The same of a file as it is; each rank that is run imports it anew."""
     text = Path(path).read_bytes()
-    if not any(called in text for called in _COUNTING):
+    if not _COUNTING.search(text):
         return None
     tree = ast.parse(text, path)
     for node in filter(_counts, ast.walk(tree)):
@@ -144,4 +146,13 @@ def guessed_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> St
     if name in ("getitem", "setitem"):
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
         args = tuple((part.start, part.stop, part.step) for part in parts if isinstance(part, slice))
-    return next((part for part in tree_leaves((args, kwargs)) if isinstance(part, StandInInteger)), None)
+    return next(_guesses((*args, *kwargs.values())), None)
+
+
+def _guesses(values: Iterable[Any]) -> Iterator[StandInInteger]:
+    """Numbers that stand for integers among values, and in the tuples and lists of these."""
+    for value in values:
+        if isinstance(value, StandInInteger):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _guesses(value)

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from threading import get_ident
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
@@ -158,8 +158,8 @@ class WorkCounter:
         self._depth = 0
         self._switches = 0
         self._of_hooks = 0
-        self._own: dict[CodeType, bool] = {}
-        self._helper: dict[CodeType, bool] = {}
+        self._own: dict[str, bool] = {}
+        self._helper: dict[str, bool] = {}
 
     @property
     def entered_once(self) -> bool:
@@ -196,7 +196,7 @@ class WorkCounter:
         sys.settrace(self._called)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if not self._is_own(frame.f_code):
+            if not self._is_own(frame.f_code.co_filename):
                 self._watch(frame)
             frame = frame.f_back
 
@@ -260,17 +260,18 @@ class WorkCounter:
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
         if self._depth:
             return None
-        own = self._own.get(frame.f_code)
-        if own or (own is None and self._is_own(frame.f_code)) or self._helps_own(frame):
+        # A code's hash is made anew of all that it holds, each time; the name of its file has one.
+        file = frame.f_code.co_filename
+        if self._is_own(file) or (self._is_helper(file) and self._helps_own(frame.f_back)):
             return None
         return self._watch(frame)
 
-    def _helps_own(self, frame: FrameType) -> bool:
-        """Whether a helper was called by the capture's own code, or by a helper that was."""
-        caller = frame.f_back
-        if caller is None or not self._is_helper(frame.f_code):
+    def _helps_own(self, caller: FrameType | None) -> bool:
+        """Whether who calls a helper is the capture's own code, or a helper that was called by it."""
+        if caller is None:
             return False
-        return self._is_own(caller.f_code) or (caller.f_trace is None and self._is_helper(caller.f_code))
+        file = caller.f_code.co_filename
+        return self._is_own(file) or (caller.f_trace is None and self._is_helper(file))
 
     def _watch(self, frame: FrameType) -> Any:
         frame.f_trace_opcodes, frame.f_trace_lines, frame.f_trace = True, False, self._counted
@@ -281,20 +282,18 @@ class WorkCounter:
             self._instructions += 1
         return self._counted
 
-    def _is_own(self, code: CodeType) -> bool:
-        known = self._own.get(code)
+    def _is_own(self, file: str) -> bool:
+        known = self._own.get(file)
         if known is None:
-            name = code.co_filename
-            known = self._own[code] = name.startswith(_OWN) and not name.startswith(_STANDING_IN)
+            known = self._own[file] = file.startswith(_OWN) and not file.startswith(_STANDING_IN)
         return known
 
-    def _is_helper(self, code: CodeType) -> bool:
-        known = self._helper.get(code)
+    def _is_helper(self, file: str) -> bool:
+        known = self._helper.get(file)
         if known is None:
-            name = code.co_filename
-            of_standard = name.startswith(_STANDARD) and "site-packages" not in name
-            known = of_standard or name == _GENERATED or name.startswith(_HELPERS)
-            self._helper[code] = known
+            of_standard = file.startswith(_STANDARD) and "site-packages" not in file
+            known = of_standard or file == _GENERATED or file.startswith(_HELPERS)
+            self._helper[file] = known
         return known
 
     def _hooks(self) -> int:

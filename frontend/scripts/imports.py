@@ -72,7 +72,11 @@ def put_off(note: NoteTaker) -> Iterator[None]:
             name: str, globals: Mapping[str, Any] | None = None, locals: Any = None,
             fromlist: Sequence[str] | None = (), level: int = 0,
         ) -> Any:  # fmt: skip
-            if level or not _of_script(frame := sys._getframe(1)):
+            # Of a frame the interpreter tells its auditors, and PyTorch imports in each call of an operator.
+            file = globals.get("__file__") if globals else None
+            if level or (type(file) is str and not is_of_script(file)):
+                return original(name, globals, locals, fromlist, level)
+            if not _of_script(frame := sys._getframe(1)):
                 return original(name, globals, locals, fromlist, level)
             try:
                 module = original(name, globals, locals, fromlist, level)

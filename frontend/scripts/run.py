@@ -128,6 +128,36 @@ def _algorithms_of_its_own() -> Iterator[None]:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+@contextmanager
+def _optimizers_as_new() -> Iterator[None]:
+    """Classes of optimizers as if none had been made in this process, and afterwards as they were.
+
+    PyTorch writes to a class what calls hooks of its step, where the first optimizer of it is made. `AdamW` then
+    has a step of its own, and what stands in for `Adam`'s is not asked any more.
+    """
+    before = _unhooked()
+    try:
+        yield
+    finally:
+        _unhooked()
+        for kind, step in before.items():
+            kind.step = step
+
+
+def _unhooked() -> dict[Any, Any]:
+    """Takes the hooks from all classes of optimizers; returns the steps that they had with them."""
+    kinds: list[Any] = [torch.optim.Optimizer]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    found = {kind: vars(kind)["step"] for kind in kinds if getattr(vars(kind).get("step"), "hooked", False)}
+    for kind, step in found.items():
+        if step.__wrapped__.__qualname__ == f"{kind.__qualname__}.step":
+            kind.step = step.__wrapped__
+        else:  # of a class that it is derived from
+            del kind.step
+    return found
+
+
 def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
@@ -161,6 +191,7 @@ def run_script(
         enter(_settings_kept())
         enter(world.entered(lambda: recorder.place))
         enter(_algorithms_of_its_own())
+        enter(_optimizers_as_new())
         if script.host is not None:
             importlib.import_module("torch._dynamo")  # on a real host it is there, and what it wraps is work
         mode = enter(fake_mode(unpatched))

@@ -42,7 +42,7 @@ from echograph.frontend.pytorch.known_values import (
 from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.assertions import bounded, extreme, goes_round, holds, writes_back
 from echograph.frontend.scripts.found import ALL
-from echograph.frontend.scripts.installed import package_of
+from echograph.frontend.scripts.installed import is_of_library, package_of
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
@@ -252,7 +252,7 @@ def caller() -> str | None:
     if frame is None:
         return None
     name = frame.f_code.co_filename
-    library = name.startswith(_TORCH) or bool(package_of(name))
+    library = name.startswith(_TORCH) or bool(package_of(name)) or is_of_library(name)
     return None if library else f"{Path(name).name}:{frame.f_lineno}"
 
 

@@ -53,6 +53,20 @@ def test_tests_of_the_same_arguments_are_one_set(tmp_path: Path) -> None:
     assert found[0].key != found[1].key
 
 
+def test_what_a_file_writes_for_a_shell_is_as_the_script_reads_it() -> None:
+    written = {"--pipeline-model-parallel-layout": "Et*3\\\\|\\\\(tt\\\\|\\\\)*6mL"}
+    assert list(megatron_tests._arguments(written))[1] == "Et*3|(tt|)*6mL"
+
+
+def test_what_no_step_feels_makes_no_other_set(tmp_path: Path) -> None:
+    alike = '{"seed": 2, "bf16": true, "num-layers": 12, "train-iters": 50}'
+    lines = [line("gpt/a", args='{"num-layers": 12, "bf16": true}'), line("gpt/b", args=alike)]
+    other = line("gpt/c", args='{"num-layers": 12, "bf16": true, "clip-grad": 0.0}')
+    found = megatron_tests.tests_of(written(tmp_path / "table.csv", *lines, other), tmp_path)
+    assert [test.names for test in found] == [("gpt/a", "gpt/b"), ("gpt/c",)]
+    assert "--train-iters 100" in " ".join(found[0].arguments)  # as the first has it
+
+
 def test_a_test_s_own_file_says_its_arguments(tmp_path: Path) -> None:
     folder = tmp_path / "tests" / "gpt" / "a"
     folder.mkdir(parents=True)

@@ -18,12 +18,13 @@ if find_spec("megatron") is None:
     pytest.skip("needs the [megatron] extra", allow_module_level=True)
 
 from echograph.errors import CaptureError
-from echograph.frontend.megatron.adapter import MegatronAdapter
+from echograph.frontend.megatron.adapter import MegatronAdapter, _places
 from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import TESTED, Patch, in_place
 from echograph.frontend.megatron.shims import SHIMS, _finite, shimmed
 from echograph.frontend.scripts.adapter import numbers_of
 from echograph.frontend.scripts.capture import capture_script
+from echograph.frontend.scripts.installed import is_of_library, of_library
 from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.world import World
 from echograph.ir import types as t
@@ -308,3 +309,12 @@ def test_weights_that_are_hashed_are_copied_waited_for_and_gathered(tmp_path: Pa
     work = sum(d.picoseconds for op in job.ops for d in op.durations if d.device == units.name)
     assert 1 < work / to_ps(4 * elements * units.hashed_s) < 2
     assert any("check-weight-hash" in note for note in capture.notes)
+
+
+def test_what_lies_in_a_checkout_is_no_scripts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM's training loop stands beside its scripts, and asks values as an installed one does."""
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with of_library(*_places()):
+        assert is_of_library(str(tmp_path / "megatron" / "training" / "training.py"))
+        assert not is_of_library(str(tmp_path / "pretrain_gpt.py"))

@@ -39,6 +39,18 @@ def test_a_tensor_is_cast_as_its_recipe_says(
     assert [tuple(scale.shape) for scale in made.row_scales] == ([] if scales is None else [scales])
 
 
+def test_a_layer_holds_its_copies_from_step_to_step() -> None:
+    """In a list, through which a recorder looks; without micro-batches they are made anew each time."""
+    with FakeTensorMode():
+        weight, copies = torch.nn.Parameter(torch.empty(64, 32, **HALF)), fp8.Copies()
+        copies.of([weight], fp8.Float8CurrentScaling(), None)
+        assert not copies
+        (first,) = copies.of([weight], fp8.Float8CurrentScaling(), True)
+        (later,) = copies.of([weight], fp8.Float8CurrentScaling(), False)
+    assert later is first
+    assert [id(part) for part in copies] == [id(first.rows), id(first.columns)]
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("fuses", [False, True])
 def test_a_layer_in_fp8_has_three_products(keeps: bool, fuses: bool) -> None:

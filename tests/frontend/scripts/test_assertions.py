@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from echograph.errors import CaptureError
+from echograph.frontend.scripts.installed import of_library
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
@@ -115,6 +116,20 @@ def test_what_a_library_checks_holds_as_well(tmp_path: Path, monkeypatch: pytest
     run = _run(tmp_path, "import a_library\na_library.check(out.argmax(1))")
     assert run.recorder.recorded
     sys.modules.pop("a_library", None)
+
+
+def test_a_frameworks_checkout_beside_a_script_is_none_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it decides by a number made of values goes as where it is installed."""
+    folder, use = tmp_path / "a_framework", "from a_framework.clip import clip\nout = out * clip(out.sum())"
+    folder.mkdir()
+    (folder / "clip.py").write_text("def clip(norm):\n    return 2 if 1.0 / (norm.item() + 0.5) < 1.0 else 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with of_library(str(folder)):
+        assert _run(tmp_path, use).recorder.recorded
+    with pytest.raises(CaptureError, match=r"clip\.py:2: a comparison"):
+        _run(tmp_path, use)
 
 
 _SOLVER = """def solve(state, error):

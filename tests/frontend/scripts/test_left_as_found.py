@@ -251,3 +251,23 @@ def test_no_bytecode_is_left_beside_a_script(tmp_path: Path, monkeypatch: pytest
     run_script(Script(path=path), World(size=2), TorchAdapter())
     assert sorted(one.name for one in path.parent.iterdir()) == ["model_beside.py", "train.py"]
     assert not sys.dont_write_bytecode
+
+
+OPTIMIZERS = """import torch
+assert "step" not in vars(torch.optim.AdamW), "as PyTorch has it"
+model = torch.nn.Linear(8, 8).cuda()
+optimizers = [kind(model.parameters(), lr=0.1) for kind in (torch.optim.AdamW, torch.optim.Rprop)]
+for step in range(3):
+    model(torch.ones(4, 8, device="cuda")).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+"""
+
+
+def test_optimizers_that_were_made_before_are_as_new_in_a_run(tmp_path: Path) -> None:
+    """PyTorch gives a class hooks of its step where the first optimizer is made, past what stands in for that."""
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    hooked, plain = vars(torch.optim.AdamW)["step"], vars(torch.optim.Rprop)["step"]
+    (tmp_path / "train.py").write_text(OPTIMIZERS)
+    run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter())
+    assert (vars(torch.optim.AdamW)["step"], vars(torch.optim.Rprop)["step"]) == (hooked, plain)
