@@ -20,8 +20,12 @@ are counted, and not the multiprocessors that it takes; nor are waits for other 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import NormalDist
 
+import numpy as np
+
+from echograph.ir.columns import Float64
 from echograph.profiler.costs.device import PowerModel
 
 FLOOR, SLOPE = 0.7, 0.58
@@ -39,7 +43,7 @@ PACED_AT = 0.75
 """A product at this share of the peak, which the best ones reach, is paced as much; a slower one by less."""
 
 SLOWEST = 0.05
-HALVINGS = 40
+HALVINGS, BOUND_HALVINGS = 40, 20
 
 
 def volts(clock: float) -> float:
@@ -72,6 +76,31 @@ def sustained_clock(power: PowerModel, core_j: float, memory_j: float, core_s: f
         middle = 0.5 * (low + high)
         low, high = (middle, high) if within(middle) else (low, middle)
     return low
+
+
+def highest_clock(power: PowerModel, spent: Float64, perhaps: Sequence[Float64] = ()) -> Float64:
+    """[...] A clock that long runs of kernels are not above, whatever else they spend.
+
+    Args:
+        power: of the device.
+        spent: [4, ...], of what surely runs: joules of cores and of memory, and seconds that the clock paces, no
+            more than there are; other seconds, no fewer.
+        perhaps: [4, ...] each, of what may run besides, or not.
+    """
+
+    def beyond(its: Float64, clock: Float64) -> Float64:
+        """Joules beyond the limit."""
+        core_j, memory_j, core_s, other_s = its
+        seconds, squared = core_s / clock + other_s, np.maximum(FLOOR, 1.0 - SLOPE * (1.0 - clock)) ** 2
+        return np.asarray((power.static_W - power.limit_W) * seconds + core_j * squared + memory_j)
+
+    high = np.ones(spent.shape[1:])
+    low = SLOWEST * high
+    for _ in range(BOUND_HALVINGS):
+        middle = 0.5 * (low + high)
+        above = beyond(spent, middle) + sum(np.minimum(0.0, beyond(its, middle)) for its in perhaps) > 0.0
+        low, high = np.where(above, low, middle), np.where(above, middle, high)
+    return np.minimum(1.0, high * (1.0 + 2.0**-BOUND_HALVINGS))
 
 
 def slowest_of(boards: int, spread: float) -> float:
