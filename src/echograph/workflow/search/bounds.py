@@ -48,7 +48,14 @@ from echograph.simulator.durations import NetworkModel
 from echograph.units import PS_PER_S
 from echograph.workflow.plan import Plan, passes, schedule_of, with_stack
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.search.step_cost import StepBytes, StepCost, held_bytes, products_cost, step_cost
+from echograph.workflow.search.step_cost import (
+    LayerPower,
+    StepBytes,
+    StepCost,
+    held_bytes,
+    products_cost,
+    step_cost,
+)
 from echograph.workflow.shared import SharedSteps
 from echograph.workflow.system import System, runtime_of
 
@@ -533,6 +540,12 @@ def _stretch(
     exchange = plan.zero == 2 or (plan.zero == 3 and not (_keeps_gathered(plan) and micro_batches > 2))
     if power is None or (stages is None and plan.pp > 1) or exchange:
         return np.ones(plan.pp)
+    return _stretch_of(power, stages, in_order)
+
+
+@lru_cache(4096)
+def _stretch_of(power: LayerPower, stages: _StageChunks | None, in_order: bool) -> Float64:
+    """As `_stretch`; without stages, of all layers."""
 
     def of(columns: Float64) -> Float64:
         """[4, stages] Of the layers of each stage."""

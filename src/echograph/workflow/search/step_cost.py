@@ -370,7 +370,7 @@ def _waits_and_power(
     rest = np.maximum(0.0, (spent * step.run_counts()).sum(axis=1) - of_layers.sum(axis=1))
     lowest, least, most, communication = 1.0, none, none, none
     if model is not None:
-        lowest = float(highest_clock(model, np.append(of_layers, rest[:, None], axis=1)).min()) * (1 - 1e-4)
+        lowest = float(highest_clock(model, np.append(of_layers, rest[:, None], axis=1)).min()) * (1 - 1e-3)
     if np.isin(step.ops.kind, COMMUNICATIONS).any():
         if network is None:
             return none, None
