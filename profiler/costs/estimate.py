@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import GraphError, UnavailableError
-from echograph.ir.columns import NONE, Float64, Int64, Ragged, TensorTable, equal_rows
+from echograph.ir.columns import NONE, Bools, Float32, Float64, Int64, Ragged, TensorTable, UInt8, equal_rows
 from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate
 from echograph.ir.passes.fuse import DRAWS, RESCALED
@@ -47,7 +47,6 @@ from echograph.profiler.costs.device import (
     DEFAULT_ROW_BYTES,
     CostEstimate,
     DeviceProfile,
-    PowerModel,
     memory_bound,
 )
 from echograph.profiler.costs.dropout import SPREAD as DRAWN_SPREAD
@@ -246,6 +245,83 @@ Exposed = Mapping[tuple[int, int], int]
 """Picoseconds that kernels wait for communication in a call, by its first row and the one behind its last."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bursts:
+    """What the kernels of a graph take in bursts, and what the clock of a long run does to them (`power.py`).
+
+    Attributes:
+        device: what runs them.
+        picoseconds: int64 [operations], in a burst; -1 of views, host work, and what has a duration already.
+        source: uint8 [operations], of `types.Source`.
+        spread: float32 [operations], relative standard errors.
+        paced_s: float64 [operations], of that the seconds that the clock paces.
+        of_cores: bool [operations], which run on tensor cores: these take longer on a slower board.
+        spent: int64 [4, operations], of forward and backward passes: nanojoules of cores and of memory;
+            picoseconds that the clock paces, and others. Of communication the bytes that it moves in memory.
+    """
+
+    device: DeviceProfile
+    picoseconds: Int64
+    source: UInt8
+    spread: Float32
+    paced_s: Float64
+    of_cores: Bools
+    spent: Int64
+
+    def durations(self, clock: Float64, slower: float) -> Annotate:
+        """Durations, to be put on the graph.
+
+        Args:
+            clock: float64 [operations], of a long run, over that of a burst.
+            slower: how much longer kernels of tensor cores take than on a typical board (`power.slowest_of`).
+        """
+        its = self.picoseconds.copy()
+        if self.device.power is not None:
+            at = np.flatnonzero(its != NONE)
+            seconds = its[at] / PS_PER_S
+            its[at] = np.rint((seconds + self.paced_s[at] * (1.0 / clock[at] - 1.0)) * PS_PER_S)
+        its[self.of_cores] = np.rint(its[self.of_cores] * slower)
+        none = np.zeros(len(its), np.int64)
+        return Annotate(
+            device=self.device.name, picoseconds=its, source=self.source, spread=self.spread, samples=none
+        )
+
+
+def bursts(graph: Graph, device: DeviceProfile, known_costs: KnownCosts | None = None) -> Bursts:
+    """What the device operations of a graph take, before it is known for how long they run.
+
+    An operation that already has a duration on this device keeps it, since a measured one is better, and so does
+    one with an imported duration, of whichever device.
+
+    Args:
+        graph: the graph.
+        device: what runs it.
+        known_costs: those of this device that other graphs have asked for; gets this one's.
+
+    Raises:
+        GraphError: an operation's operands contradict each other, or it takes longer than the clock counts.
+    """
+    count = len(graph.ops)
+    picoseconds, of_cores = np.full(count, NONE, np.int64), np.zeros(count, np.bool_)
+    source, spread = np.zeros(count, np.uint8), np.zeros(count, np.float32)
+    known, _, _ = graph.ops.duration_on(device.name)
+    known[graph.ops.duration.rows[graph.ops.duration_source == Source.IMPORTED]] = 0
+    works = np.isin(graph.ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~graph.ops.is_view & (known == NONE)
+    at = np.flatnonzero(works)
+    found, number_of = (KnownCosts() if known_costs is None else known_costs).of(graph, at, device)
+    picoseconds[at] = np.array([to_ps(float(cost.seconds)) for cost, _ in found], np.int64)[number_of]
+    fitted = [Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL for cost, _ in found]
+    source[at] = np.array(fitted, np.uint8)[number_of]
+    spread[at] = np.array([cost.spread for cost, _ in found], np.float32)[number_of]
+    cores = [core for _, core in found]
+    of_cores[at] = np.array([bool(core.peak) for core in cores], bool)[number_of]
+    paced_s, spent = _spent(graph, device, at, cores, number_of, picoseconds)
+    return Bursts(
+        device=device, picoseconds=picoseconds, source=source, spread=spread, paced_s=paced_s,
+        of_cores=of_cores, spent=spent,
+    )  # fmt: skip
+
+
 def estimate(
     graph: Graph,
     device: DeviceProfile,
@@ -253,10 +329,7 @@ def estimate(
     known_costs: KnownCosts | None = None,
     exposed: Callable[[Annotate], Exposed] | None = None,
 ) -> Annotate:
-    """Durations of the device operations of a graph, to be put on it; views and host work get none.
-
-    An operation that already has a duration on this device keeps it, since a measured one is better, and so does
-    one with an imported duration, of whichever device.
+    """Durations of the device operations of a graph in a long run; those that it has are kept, as by `bursts`.
 
     Args:
         graph: the graph.
@@ -269,29 +342,10 @@ def estimate(
     Raises:
         GraphError: an operation's operands contradict each other, or it takes longer than the clock counts.
     """
-    count = len(graph.ops)
-    picoseconds, samples = np.full(count, NONE, np.int64), np.zeros(count, np.int64)
-    source, spread = np.zeros(count, np.uint8), np.zeros(count, np.float32)
-    known, _, _ = graph.ops.duration_on(device.name)
-    known[graph.ops.duration.rows[graph.ops.duration_source == Source.IMPORTED]] = 0
-    works = np.isin(graph.ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~graph.ops.is_view & (known == NONE)
-    at = np.flatnonzero(works)
-    found, number_of = (KnownCosts() if known_costs is None else known_costs).of(graph, at, device)
-    picoseconds[at] = np.array([to_ps(float(cost.seconds)) for cost, _ in found], np.int64)[number_of]
-    fitted = [Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL for cost, _ in found]
-    source[at] = np.array(fitted, np.uint8)[number_of]
-    spread[at] = np.array([cost.spread for cost, _ in found], np.float32)[number_of]
-    cores = [core for _, core in found]
-    paced = at[np.array([bool(core.peak) for core in cores], bool)[number_of]]
-
-    def annotate(waits: Exposed) -> Annotate:
-        sustained = _sustained(graph, device, at, cores, number_of, picoseconds, waits)
-        sustained[paced] = np.rint(sustained[paced] * slower).astype(np.int64)
-        return Annotate(device=device.name, picoseconds=sustained, source=source, spread=spread, samples=samples)
-
-    alone = annotate({})
+    its = bursts(graph, device, known_costs)
+    alone = its.durations(_clocks(graph, its, {}), slower)
     waits = exposed(alone) if exposed is not None else {}
-    return annotate(waits) if waits else alone
+    return its.durations(_clocks(graph, its, waits), slower) if waits else alone
 
 
 def _asked(graph: Graph, row: int, device: DeviceProfile) -> tuple[CostEstimate, PowerDraw]:
@@ -309,23 +363,22 @@ def _asked(graph: Graph, row: int, device: DeviceProfile) -> tuple[CostEstimate,
     return cost, _core(op, operands, device)
 
 
-def _sustained(
+def _spent(
     graph: Graph,
     device: DeviceProfile,
     at: Int64,
     cores: Sequence[PowerDraw],
     core_of: Int64,
     picoseconds: Int64,
-    exposed: Exposed,
-) -> Int64:
-    """The durations in a long run, those of a program at the clock that their mean power allows (`power.py`).
+) -> tuple[Float64, Int64]:
+    """Seconds that the clock paces, and what passes spend: `Bursts.paced_s`, `Bursts.spent`.
 
     `cores` are those that differ, `core_of` says which each of the rows `at` has. Of a product the clock paces a
     part, of attention all but the time that its operands take to move, of other kernels nothing.
     """
-    power = device.power
+    power, paced_s, columns = device.power, np.zeros(len(graph.ops)), np.zeros((4, len(graph.ops)), np.int64)
     if power is None or not len(at):
-        return picoseconds.copy()
+        return paced_s, columns
     ops, seconds = graph.ops, picoseconds[at] / PS_PER_S
     peaks = device.datasheet.peak_flops_per_s
     peak = np.array([peaks[core.peak] if core.peak in power.joules_per_flop else np.inf for core in cores])
@@ -340,18 +393,14 @@ def _sustained(
         1.0 - moved / (device.datasheet.memory_bandwidth_bytes_per_s * np.maximum(seconds, 1e-12)),
         PACED_OF_PRODUCTS * np.minimum(1.0, flops / (PACED_AT * peak * np.maximum(seconds, 1e-12))),
     )
-    paced = seconds * np.clip(share, 0.0, 1.0)
+    paced_s[at] = paced = seconds * np.clip(share, 0.0, 1.0)
     drawn = flops * joules + np.where(flops > 0.0, 0.0, seconds) * power.vector_W
-    columns = np.zeros((4, len(ops)), np.int64)
     passes = np.isin(ops.phase[at], (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE))
     spent = (drawn * PER_JOULE, moved * power.joules_per_byte * PER_JOULE, paced * PS_PER_S)
     for column, values in zip(columns, (*spent, (seconds - paced) * PS_PER_S), strict=True):
         column[at] = np.rint(np.where(passes, values, 0.0))
     columns[1] += np.rint(_moved_by_collectives(graph) * power.joules_per_byte * PER_JOULE).astype(np.int64)
-    clock = _clocks(graph, power, columns, exposed)[at]
-    slower = picoseconds.copy()
-    slower[at] = np.rint((seconds + paced * (1.0 / clock - 1.0)) * PS_PER_S).astype(np.int64)
-    return slower
+    return paced_s, columns
 
 
 PER_JOULE = 1e9
@@ -365,7 +414,7 @@ def _moved_by_collectives(graph: Graph) -> Int64:
     return np.where(ops.kind == OpKind.COLLECTIVE, ops.nbytes * times, 0)
 
 
-def _clocks(graph: Graph, power: PowerModel, columns: Int64, exposed: Exposed) -> Float64:
+def _clocks(graph: Graph, its: Bursts, exposed: Exposed) -> Float64:
     """[operations] The clock of each: that of the program that runs it, the slowest of several.
 
     A program's is that of one micro-batch amid the others, as all of them draw alike; what runs once a step is not
@@ -373,12 +422,13 @@ def _clocks(graph: Graph, power: PowerModel, columns: Int64, exposed: Exposed) -
 
     Args:
         graph: the graph.
-        power: of the device.
-        columns: [4, operations] nanojoules of cores and of memory; picoseconds that the clock paces, and others.
+        its: what its kernels take and spend.
         exposed: what kernels wait.
     """
-    until = np.concatenate([np.zeros((4, 1), np.int64), np.cumsum(columns, axis=1)], axis=1)
-    clocks, rows = np.ones(len(graph.ops)), len(graph.ops) + 1
+    clocks, power, rows = np.ones(len(graph.ops)), its.device.power, len(graph.ops) + 1
+    if power is None or not (its.picoseconds != NONE).any():
+        return clocks
+    until = np.concatenate([np.zeros((4, 1), np.int64), np.cumsum(its.spent, axis=1)], axis=1)
     for program in graph.programs:
         calls = program.calls
         opens = np.bincount(calls[:, 1], minlength=rows) - np.bincount(calls[:, 2], minlength=rows)

@@ -20,8 +20,12 @@ are counted, and not the multiprocessors that it takes; nor are waits for other 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import NormalDist
 
+import numpy as np
+
+from echograph.ir.columns import Float64
 from echograph.profiler.costs.device import PowerModel
 
 FLOOR, SLOPE = 0.7, 0.58
@@ -40,6 +44,8 @@ PACED_AT = 0.75
 
 SLOWEST = 0.05
 HALVINGS = 40
+BOUND_HALVINGS, BOUND_MARGIN = 16, 1e-6
+"""Of clocks that are no more than bounds: 1.5e-5 is near enough; and what sums in another order may be off."""
 
 
 def volts(clock: float) -> float:
@@ -72,6 +78,29 @@ def sustained_clock(power: PowerModel, core_j: float, memory_j: float, core_s: f
         middle = 0.5 * (low + high)
         low, high = (middle, high) if within(middle) else (low, middle)
     return low
+
+
+def highest_clock(power: PowerModel, spent: Float64, perhaps: Sequence[Float64] = ()) -> Float64:
+    """[parts] A clock that long runs of kernels are not above, whatever else they spend.
+
+    Args:
+        power: of the device.
+        spent: [4, parts], of what surely runs: joules of cores and of memory, and seconds that the clock paces, no
+            more than there are; other seconds, no fewer.
+        perhaps: [4, parts or 1] each, of what may run besides, or not.
+    """
+    every = [np.broadcast_to(its, spent.shape) for its in (spent, *perhaps)]
+    core_j, memory_j, core_s, other_s = np.stack(every, axis=1)
+    unused_W = power.static_W - power.limit_W
+    paced_j, fixed_j = unused_W * core_s, unused_W * other_s + memory_j
+    high = np.ones(spent.shape[1:])
+    low = SLOWEST * high
+    for _ in range(BOUND_HALVINGS):
+        middle = 0.5 * (low + high)
+        beyond = paced_j / middle + core_j * np.maximum(FLOOR, 1.0 - SLOPE * (1.0 - middle)) ** 2 + fixed_j
+        above = beyond[0] + np.minimum(0.0, beyond[1:]).sum(axis=0) > 0.0
+        low, high = np.where(above, low, middle), np.where(above, middle, high)
+    return np.minimum(1.0, high * (1.0 + BOUND_MARGIN))
 
 
 def slowest_of(boards: int, spread: float) -> float:

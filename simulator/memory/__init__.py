@@ -243,7 +243,14 @@ def memory(
 
 
 def _of(
-    usage: Usage, job: JobGraph, program: int, capacity_bytes: int, runtime: Runtime, *, reserve: bool
+    usage: Usage,
+    job: JobGraph,
+    program: int,
+    capacity_bytes: int,
+    runtime: Runtime,
+    *,
+    reserve: bool,
+    parts: bool = True,
 ) -> Memory:
     workspaces = runtime.workspaces(job.programs[program])
     overhead = {
@@ -253,17 +260,25 @@ def _of(
     limit = capacity_bytes - sum(overhead.values())
     needed = usage.peak_bytes + sum(workspaces)
     reserved, fits = _reserve(usage, runtime, workspaces, limit) if reserve else (None, needed <= limit)
-    by_role, contributors, tensors = _at_peak(usage)
-    by_role["workspace"] += sum(workspaces)
-    return Memory(
+    found = Memory(
         program=job.programs[program].role,
         peak_bytes=needed,
         at_rest_bytes=_at_rest(usage, job.programs[program], workspaces),
-        peak_at=_peak_at(usage),
+        peak_at={},
         reserved_bytes=reserved,
         overhead_bytes={name: nbytes for name, nbytes in overhead.items() if nbytes},
         capacity_bytes=capacity_bytes,
         fits=fits,
+        by_role={},
+        contributors=(),
+    )
+    if not parts:
+        return found
+    by_role, contributors, tensors = _at_peak(usage)
+    by_role["workspace"] += sum(workspaces)
+    return replace(
+        found,
+        peak_at=_peak_at(usage),
         by_role=by_role,
         contributors=contributors,
         tensors=tensors,
@@ -395,7 +410,12 @@ def _layers(name: str) -> str:
 
 
 def largest_memory(
-    job: JobGraph, capacity_bytes: int, runtime: Runtime | None = None, most_bytes: float = inf
+    job: JobGraph,
+    capacity_bytes: int,
+    runtime: Runtime | None = None,
+    most_bytes: float = inf,
+    *,
+    parts: bool = True,
 ) -> Memory | None:
     """Memory of the program that has most allocated at its peak, with the peaks of all.
 
@@ -405,6 +425,7 @@ def largest_memory(
         runtime: what the framework takes besides.
         most_bytes: what a device may need. The first program that allocates more is told, and of no other, nor
             what the allocator reserves.
+        parts: whether to tell what the peak is made of, and its course over the step.
 
     Returns:
         None for a job that has no tensors (an imported trace).
@@ -421,7 +442,7 @@ def largest_memory(
         if (its := peak + _nccl_bytes(job, number, runtime)) > needed:
             most, needed, largest = number, its, usage
         if its + runtime.cuda_context_bytes > most_bytes:
-            return _of(usage, job, number, capacity_bytes, runtime, reserve=False)
+            return _of(usage, job, number, capacity_bytes, runtime, reserve=False, parts=parts)
     assert largest is not None
-    found = _of(largest, job, most, capacity_bytes, runtime, reserve=True)
+    found = _of(largest, job, most, capacity_bytes, runtime, reserve=True, parts=parts)
     return replace(found, programs=peaks, at_rest=rests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from functools import cache
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,20 @@ def test_with_memory_and_interval_it_is_the_whole_prediction() -> None:
     whole, _ = predict(graph("gpt2-xl"), plan, System("dgx-h100"))
     found = predictor("gpt2-xl").predict(plan)
     assert (found.step_ps, found.interval_ps, found.memory) == (whole.step_ps, whole.interval_ps, whole.memory)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(gpus=8, pp=2, micro_batch=1, global_batch=64, stack="megatron-core"),
+        Plan(gpus=8, zero=3, global_batch=32),
+    ],
+)
+def test_memory_alone_has_the_bytes_of_the_whole_prediction(plan: Plan) -> None:
+    """It is told without durations, and without what the peak is made of."""
+    memory, whole = predictor("llama").memory(plan, inf), predict(graph("llama"), plan)[0].memory
+    assert memory is not None and whole is not None and whole.tensors
+    assert memory == replace(whole, peak_at={}, by_role={}, contributors=(), tensors=())
 
 
 def test_a_scenario_is_not_left_out() -> None:

@@ -166,9 +166,14 @@ def on_system(
     """
     of = load_stack(stack) if stack else Stack()
     job = system.annotate(plans.with_kernels(job, of, system.device), costs, network)
-    host = system.host_of_script(job) or system.host_running(of.host)
     sms = {"tp": of.tp_comm_sms / system.sm_count} if system.sm_count else {}
-    return job, replace(host, waits=True) if of.host_waits else host, sms
+    return job, _host_of(job, of, system), sms
+
+
+def _host_of(job: JobGraph, of: Stack, system: System) -> IssueTimes:
+    """The host that runs a stack."""
+    host = system.host_of_script(job) or system.host_running(of.host)
+    return replace(host, waits=True) if of.host_waits else host
 
 
 def memory_of(
@@ -177,16 +182,14 @@ def memory_of(
     plan: Plan,
     *,
     most_bytes: float = inf,
-    costs: KnownCosts | None = None,
 ) -> Memory | None:
-    """The memory that `simulate` tells of a job, without its time.
+    """The memory that `simulate` tells of a job, without its time and without what the peak is made of.
 
     Args:
         job: as of `simulate`.
         system: where it runs.
         plan: the plan that made the job.
         most_bytes: as of `largest_memory`.
-        costs: as of `System.annotate`.
 
     Returns:
         None for a job that has no tensors.
@@ -194,9 +197,11 @@ def memory_of(
     from echograph.simulator.memory import largest_memory
 
     said = plan.stack or job.workload.stack
-    job, host, _ = on_system(job, said, system, costs)
-    runtime = runtime_of(said, system.architecture)
-    return largest_memory(host.runs(job), system.cluster.memory_bytes, runtime, most_bytes)
+    of = load_stack(said) if said else Stack()
+    # What lives when is said by the order of operations, not by how long they take.
+    job = plans.with_kernels(job, of, system.device)
+    job, runtime = _host_of(job, of, system).runs(job), runtime_of(said, system.architecture)
+    return largest_memory(job, system.cluster.memory_bytes, runtime, most_bytes, parts=False)
 
 
 def predict(

@@ -120,12 +120,12 @@ class Predictor:
         return self._last[1]
 
     def memory(self, plan: Plan, most_bytes: float) -> Memory | None:
-        """Memory of a plan that lists no passes, as the whole prediction has it; as `memory_of`.
+        """Memory of a plan that lists no passes, with the bytes of the whole prediction; as `memory_of`.
 
         Raises:
             EchoError: as `predict`.
         """
-        return memory_of(self.job(plan), self.system, plan, most_bytes=most_bytes, costs=self._costs)
+        return memory_of(self.job(plan), self.system, plan, most_bytes=most_bytes)
 
     def _shared(self, plan: Plan) -> tuple[StepGraph, tuple[Pass, ...]]:
         """The step that the passes of a plan leave before they make a job of it, and those that do."""

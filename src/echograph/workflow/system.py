@@ -30,7 +30,7 @@ from echograph.simulator.memory import Runtime
 from echograph.units import format_bytes, to_ps
 
 if TYPE_CHECKING:
-    from echograph.profiler.costs.estimate import KnownCosts
+    from echograph.profiler.costs.estimate import Bursts, KnownCosts
     from echograph.simulator.durations import NetworkModel
 
 G = TypeVar("G", bound=Graph)
@@ -172,14 +172,34 @@ class System:
         if self.device is None:
             return graph
         from echograph.profiler.costs.estimate import KnownCosts, estimate
-        from echograph.profiler.costs.power import slowest_of
 
-        boards = graph.world_size if isinstance(graph, JobGraph) else 1
-        slower = slowest_of(boards, self.cluster.gpu_spread)
+        slower = self.slower(graph.world_size if isinstance(graph, JobGraph) else 1)
         costs = KnownCosts() if costs is None else costs
         waits = self.device.power is not None and bool(np.isin(graph.ops.kind, COMMUNICATIONS).any())
         exposed = partial(self._exposed, graph, network) if waits else None
         return estimate(graph, self.device, slower, costs, exposed)(graph)
+
+    def bursts(self, graph: Graph, costs: KnownCosts | None = None) -> Bursts | None:
+        """What kernels take before it is known how long they run; None where durations are measured, or not known.
+
+        Args:
+            graph: a step or a job.
+            costs: as of `annotate`.
+
+        Raises:
+            UnavailableError: the device has no model of a kind of operation.
+        """
+        if self.profile is not None or self.device is None:
+            return None
+        from echograph.profiler.costs.estimate import bursts
+
+        return bursts(graph, self.device, costs)
+
+    def slower(self, boards: int) -> float:
+        """How much longer kernels of tensor cores take on the slowest of so many boards than on a typical one."""
+        from echograph.profiler.costs.power import slowest_of
+
+        return slowest_of(boards, self.cluster.gpu_spread)
 
     def _exposed(
         self, graph: Graph, network: NetworkModel | None, kernels: Annotate

@@ -11,6 +11,8 @@ import pytest
 
 from echograph.errors import EchoError, PlanError
 from echograph.ir.graph import StepGraph
+from echograph.profiler.costs import estimate
+from echograph.profiler.costs.power import sustained_clock
 from echograph.simulator.clusters import cluster_names, load_cluster
 from echograph.simulator.collectives import CollectiveName
 from echograph.simulator.durations import NetworkModel
@@ -30,14 +32,18 @@ OVER = {
 
 
 @cache
-def _system(cluster: str) -> System:
-    return System(cluster)
+def _system(cluster: str, power_limit_W: float | None = None) -> System:
+    return System(cluster, power_limit_W=power_limit_W)
 
 
-def check(graph: StepGraph, base: Plan, over: dict[str, tuple[object, ...]], draws: int, seed: int = 0) -> None:
+def check(
+    graph: StepGraph, base: Plan, over: dict[str, tuple[object, ...]], draws: int, seed: int = 0,
+    power_limit_W: float | None = None,
+) -> None:  # fmt: skip
     """Draws plans of a space: each is predicted no faster and no smaller than its bounds."""
-    system = _system(base.cluster)
-    among, bounds = space(graph, system.cluster, base, over), Bounds(graph, system, Scenario())
+    system = _system(base.cluster, power_limit_W)
+    among = space(graph, system.cluster, base, over)
+    bounds = Bounds(graph, system, Scenario(), boards=base.gpus or 1)
     choices = [dict(chosen) for chosen in among.choices()]
     compared = 0
     for chosen in Random(seed).sample(choices, min(4 * draws, len(choices))):
@@ -82,6 +88,34 @@ def test_bounds_of_context_parallel_plans_hold(dense: StepGraph, draws: int) -> 
 def test_bounds_of_uneven_stages_hold(dense: StepGraph, draws: int) -> None:
     layouts = {"pp": (2, 4), "vpp": (1, 2), "stage_layers": ("1,3", "3,1", "0,4", "0,1,2,1", "1,1,1,1")}
     check(dense, Plan(gpus=8, global_batch=32), layouts | {"cp": (1,)}, draws)
+
+
+@some_plans
+def test_bounds_of_boards_that_power_slows_hold(dense: StepGraph, draws: int) -> None:
+    check(dense, Plan(gpus=16, global_batch=64), OVER, draws, power_limit_W=220)
+
+
+@pytest.mark.parametrize("plan", [Plan(gpus=16), Plan(gpus=16, pp=4), Plan(gpus=16, tp=2, pp=2, zero=1)])
+def test_bounds_count_the_slowest_board_and_the_clock_of_each_stage(dense: StepGraph, plan: Plan) -> None:
+    plan, system = replace(plan, micro_batch=2, global_batch=256), _system("dgx-h100", 220)
+    clocks = list[float]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            estimate, "sustained_clock", lambda *spent: clocks.append(sustained_clock(*spent)) or clocks[-1]
+        )
+        result, _ = predict(dense, plan, system, memory=False)
+    of_one, of_all = (Bounds(dense, system, Scenario(), boards=boards) for boards in (1, 16))
+    assert 1.005 * of_one.second(plan, 16).step_ps < of_all.second(plan, 16).step_ps <= result.step_ps
+    (stages,) = of_all._stages.values()
+    assert len(stages.stretch) == plan.pp and max(clocks) < 0.97
+    over = 1 / stages.stretch / np.array(clocks[-plan.pp :])
+    assert (over >= 1).all() and (over < 1.08).all(), over
+
+
+def test_what_is_added_to_gradients_of_the_head_counts(dense: StepGraph) -> None:
+    """Its gradient is a view of what the product makes."""
+    cost = Bounds(dense, _system("dgx-h100"), Scenario()).step(Plan(gpus=8))
+    assert cost.adding_ps[-1] > 1.2 * cost.adding_ps[1]
 
 
 def test_rings_are_waited_for(dense: StepGraph) -> None:
@@ -136,8 +170,8 @@ def test_the_second_bound_counts_the_bubble(dense: StepGraph) -> None:
     plans = [Plan(gpus=8, pp=2, zero=1, micro_batch=2, global_batch=batch) for batch in (8, 8192)]
     few, many = (bounds.second(plan, 8).step_ps / (plan.global_batch or 1) for plan in plans)
     cost = bounds.step(plans[0])
-    first_layer_ps = float(cost.forward.kernels_ps[0]) / 8
-    own_ps = float((cost.forward.kernels_ps + cost.backward.kernels_ps)[2:].sum()) / 8
+    first_layer_ps = float(cost.forward.kernels_ps[:, 0].sum()) / 8
+    own_ps = float((cost.forward.kernels_ps + cost.backward.kernels_ps)[:, 2:].sum()) / 8
     assert few >= own_ps + first_layer_ps
     assert few > 1.02 * many
 

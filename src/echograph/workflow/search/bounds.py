@@ -14,8 +14,11 @@ sends, m micro-batches, and e_r what stage r does at the end (reducing gradients
 
     step >= max over r of (m t_r + sum over i < r of f_i + max over j <= r of (sum over j <= i < r of b_i + e_j)).
 
-Nor is it shorter than what data-parallel ranks exchange in turn. The host, messages between stages and what else a
-stage waits for only make a step longer.
+Kernels are those of the slowest board, at the highest clock that its power may leave to a stage (`_stretch`): what
+its layers draw is known, and of what may run beside them only what raises the clock is counted.
+
+Nor is a step shorter than what data-parallel ranks exchange in turn. The host, messages between stages and what
+else a stage waits for only make a step longer.
 
 **Memory.** Parameters, optimizer state, gradients once they are made, and what the forward passes leave whose
 backward pass has not begun, which is counted along the schedule of the first and the last stage; and what never
@@ -39,12 +42,20 @@ from echograph.ir.passes.pipeline.schedules import TURNING, ChunkOrder, order
 from echograph.ir.types import Gemm, OpKind
 from echograph.models.stacks import load_stack
 from echograph.profiler.costs.estimate import DTYPE_NAMES, KnownCosts
+from echograph.profiler.costs.power import highest_clock
 from echograph.simulator.collectives import CollectiveName
 from echograph.simulator.durations import NetworkModel
 from echograph.units import PS_PER_S
 from echograph.workflow.plan import Plan, passes, schedule_of, with_stack
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.search.step_cost import StepBytes, StepCost, held_bytes, products_cost, step_cost
+from echograph.workflow.search.step_cost import (
+    LayerPower,
+    StepBytes,
+    StepCost,
+    held_bytes,
+    products_cost,
+    step_cost,
+)
 from echograph.workflow.shared import SharedSteps
 from echograph.workflow.system import System, runtime_of
 
@@ -112,16 +123,24 @@ class Bounds:
         system: where it runs.
         scenario: what is asked beyond that; where it makes work shorter, bounds are as much lower.
         steps: what passes leave of the graph, for those who predict its plans, too; None: for the bounds alone.
+        boards: GPUs that each plan has at least, the slowest of which counts.
     """
 
     def __init__(
-        self, graph: StepGraph, system: System, scenario: Scenario, steps: SharedSteps | None = None
+        self,
+        graph: StepGraph,
+        system: System,
+        scenario: Scenario,
+        steps: SharedSteps | None = None,
+        boards: int = 1,
     ) -> None:
-        self.graph, self.system = graph, system
+        self.graph, self.system, self.boards = graph, system, boards
         of_kernels = (s.factor for s in scenario.scales if not s.selector.startswith(_NOT_OF_KERNELS))
         self.shorter = min([1.0, *of_kernels])
         # Another network, or communication that is made shorter, may let kernels wait less.
-        self.network = NetworkModel(system.cluster) if scenario == Scenario() and not system.profile else None
+        self._slower = system.slower(boards) if system.profile is None else 1.0
+        self.network = NetworkModel(system.cluster)
+        self.waits = scenario == Scenario() and not system.profile
         self._shared, self._costs = steps or SharedSteps(graph), KnownCosts()
         self._steps: dict[Hashable, StepCost | EchoError] = {}
         self._stages: dict[Hashable, _Stages] = {}
@@ -153,7 +172,7 @@ class Bounds:
             # One tensor- and context-parallel rank's part of what a sample takes.
             seconds = self._products[key] * micro_batch / (plan.tp * plan.cp * rate)
         return PlanBound(
-            step_ps=self.shorter * PS_PER_S * seconds,
+            step_ps=self.shorter * PS_PER_S * self._slower * seconds,
             memory_bytes=self._beside(plan, gpus)
             + _memory_bytes(held, _both(_of_ranks(plan), _of_replicas(plan, gpus)), plan, count),
         )
@@ -182,11 +201,12 @@ class Bounds:
     def _step_ps(self, plan: Plan, gpus: int) -> float:
         cost, count = self.step(plan), self._micro_batches(plan, gpus)
         pipeline = plan.pp, plan.vpp, schedule_of(plan), plan.stage_layers, _in_pairs(plan)
-        key = cost, pipeline, _additions(plan, count), plan.zero == 0, count
+        key = cost, pipeline, _additions(plan, count), plan.zero, count
         if key not in self._stages:
             self._stages[key] = _Stages.of(cost, plan, count)
-        sent = self._communication(cost, plan, gpus, count)
-        return self.shorter * max(self._stages[key].step_ps(sent), sent.in_all)
+        stages = self._stages[key]
+        sent = self._communication(cost, plan, gpus, count, stages.stretch)
+        return self.shorter * max(stages.step_ps(sent), sent.in_all)
 
     def _micro_batch(self, plan: Plan) -> int:
         return plan.micro_batch or self.graph.workload.batch_size
@@ -202,8 +222,8 @@ class Bounds:
         communicators = (runtime.nccl_pair_bytes if n == 2 else runtime.nccl_bytes for n in sizes if n > 1)
         return runtime.cuda_context_bytes + sum(communicators)
 
-    def _communication(self, cost: StepCost, plan: Plan, gpus: int, count: int) -> _Exchange:
-        """What data-parallel ranks exchange.
+    def _communication(self, cost: StepCost, plan: Plan, gpus: int, count: int, stretch: Float64) -> _Exchange:
+        """What data-parallel ranks exchange, beside kernels of stages whose clocks stretch them so.
 
         With ZeRO-1 and 2 parameters are gathered when all is updated. A stage behind the first reduces all of its
         gradients at once, beside no more than a layer: with ZeRO-2 those of every micro-batch, whose copies into
@@ -215,16 +235,16 @@ class Bounds:
         none = np.zeros(plan.pp)
         plan = with_stack(plan, load_stack(plan.stack)) if plan.stack else plan
         stages = _stage_chunks(cost.held.layers, plan)
-        if stages is None or not (plan.zero and plan.ep == 1 and self.network is not None and _as_usual(plan)):
+        if stages is None or not (plan.zero and plan.ep == 1 and self.waits and _as_usual(plan)):
             return _Exchange(none, none, 0.0)
         ranks = range(0, gpus // plan.pp, plan.tp)
         ranks = ranks[: len(ranks) // (plan.distributed_optimizer_instances * plan.hsdp_replicas)]
         if plan.zero == 3:
-            return self._of_layers(cost, plan, stages, ranks, count)
+            return self._of_layers(cost, plan, stages, ranks, count, stretch)
         parameters, _, gradients, _ = stages.of(cost.held.before).sum(axis=-1)
         gather = self._takes_ps("all_gather", parameters, ranks)
         reduce = self._takes_ps("reduce_scatter", gradients, ranks)
-        beside = cost.backward.kernels_ps[stages.first[:, 0]]
+        beside = _stretched(cost.backward.kernels_ps[:, stages.first[:, 0]], stretch)
         alone = np.where(np.arange(plan.pp) > 0, np.maximum(0.0, reduce - beside), 0.0)
         ends, within, often = alone, none, 1
         if plan.zero == 2 and len(ranks) > 1:
@@ -234,7 +254,9 @@ class Bounds:
             ends = ends + gather
         return _Exchange(ends, within, float((gather + often * reduce).max()))
 
-    def _of_layers(self, cost: StepCost, plan: Plan, stages: _StageChunks, ranks: range, count: int) -> _Exchange:
+    def _of_layers(
+        self, cost: StepCost, plan: Plan, stages: _StageChunks, ranks: range, count: int, stretch: Float64
+    ) -> _Exchange:
         """What is exchanged layer by layer, with ZeRO-3."""
         narrow = bool(plan.stack) and load_stack(plan.stack).reduce_dtype in ("bf16", "fp16")
         if (key := (cost, ranks, narrow)) not in self._layers:
@@ -253,15 +275,14 @@ class Bounds:
         # behind the one before, while that is waited for.
         least = np.minimum(stages.first + 2, stages.end)
         alone = before[0][stages.end] - before[0][least]
-        forward = np.append(0.0, np.cumsum(cost.forward.whole_ps(waits=True)))
-        slower = np.maximum(0.0, alone - stages.of(forward))
+        forward = _stretched(stages.of(_before(cost.forward.whole_ps(waits=True))), stretch)
+        slower = np.maximum(0.0, alone - forward)
         ends = stages.of(before[1]).min(axis=-1) if schedule_of(plan) in _FULL_AT_ONCE else none
         later = np.cumsum(slower[:, 0]) - slower[:, 0]
         return _Exchange(ends, later + slower.sum(axis=-1), 0.0)
 
     def _takes_ps(self, kind: CollectiveName, nbytes: Float64, ranks: range) -> Float64:
         """What collectives of some sizes take."""
-        assert self.network is not None
         sizes, place = np.unique(nbytes, return_inverse=True)
         takes = [self.network.time(kind, size, ranks).seconds for size in sizes.tolist()]
         return PS_PER_S * np.array(takes)[place]
@@ -291,7 +312,8 @@ class Bounds:
     def _made(self, plan: Plan) -> StepCost | EchoError:
         try:
             network = self.network if _as_usual(plan) else None
-            return step_cost(self._step_of(plan), plan, self.system, network, self._costs)
+            step = self._step_of(plan)
+            return step_cost(step, plan, self.system, network, self._costs, self.boards, self.waits)
         except EchoError as error:
             return error
 
@@ -432,6 +454,7 @@ class _Stages:
     """What the stages of a pipeline take, in picoseconds, less what they do at the end.
 
     Attributes:
+        stretch: by stage, how much longer its clock makes what it paces than a burst's, at least.
         mean: of all stages, which the slowest one is not below.
         done: by stage, until its last backward pass has ended.
         below: from the sends of a stage's last backward pass until those of the first stage.
@@ -439,6 +462,7 @@ class _Stages:
         waits: whether the last passes of a stage are those that the stages before it wait for.
     """
 
+    stretch: Float64
     mean: float
     done: Float64
     below: Float64
@@ -453,20 +477,23 @@ class _Stages:
         forward, backward = cost.forward.whole_ps(waits=alone), cost.backward.whole_ps(waits=in_order)
         waits = float((forward - cost.forward.kernels_ps + backward - cost.backward.kernels_ps).sum())
         adding = cost.adding_ps * _additions(plan, micro_batches)
-        updates = cost.update_ps if plan.zero == 0 else 0.0
-        mean = (micro_batches * (cost.all_ps + waits) + float(adding.sum()) + updates) / plan.pp
         stages = _stage_chunks(cost.held.layers, plan)
+        stretch = _stretch(cost, plan, stages, micro_batches, in_order)
+        kernels_ps = float(_stretched(cost.all_ps, stretch if plan.pp == 1 else np.ones(1)).sum())
+        updates = cost.update_ps if plan.zero == 0 else 0.0
+        mean = (micro_batches * (kernels_ps + waits) + float(adding.sum()) + updates) / plan.pp
         if stages is None:
             none = np.empty(0)
-            return cls(mean=mean, done=none, below=none, left=none, waits=in_order)
-        rows = np.stack([micro_batches * (forward + backward) + adding, forward, backward])
-        before = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)], axis=1)
-        work, forwards, backwards = stages.of(before)
+            return cls(stretch=stretch, mean=mean, done=none, below=none, left=none, waits=in_order)
+        added, *parts = stages.of(_before(np.stack([adding, *forward, *backward])))
+        forwards, backwards = (_stretched(its, stretch) for its in (np.stack(parts[:2]), np.stack(parts[2:])))
+        work = micro_batches * (forwards + backwards) + added
         # What the first chunk of a stage sends is made by its last layer forward, and by its first one backward.
-        up = forwards[:, 0] - cost.forward.unsent_ps[stages.end[:, 0] - 1]
-        left = cost.backward.unsent_ps[stages.first[:, 0]]
+        up = forwards[:, 0] - _stretched(cost.forward.unsent_ps[:, stages.end[:, 0] - 1], stretch)
+        left = _stretched(cost.backward.unsent_ps[:, stages.first[:, 0]], stretch)
         down = backwards[:, 0] - left
         return cls(
+            stretch=stretch,
             mean=mean,
             done=np.cumsum(up) - up + work.sum(axis=1),
             below=np.cumsum(down) - down,
@@ -482,6 +509,55 @@ class _Stages:
         if self.waits:
             ends = self.below - self.left + np.maximum.accumulate(ends + self.left - self.below)
         return max(self.mean, float((self.done + sent.within + ends).max()))
+
+
+def _before(columns: Float64) -> Float64:
+    """[..., layers + 1] Sums over the layers before each one."""
+    return np.concatenate([np.zeros((*columns.shape[:-1], 1)), np.cumsum(columns, axis=-1)], axis=-1)
+
+
+def _stretched(ps: Float64, stretch: Float64) -> Float64:
+    """[stages, ...] Picoseconds of stages.
+
+    Args:
+        ps: [2, stages, ...], what no clock paces, and what it does, at that of a burst.
+        stretch: [stages], how much longer that takes.
+    """
+    return np.asarray(ps[0] + (ps[1].T * stretch).T)
+
+
+def _stretch(
+    cost: StepCost, plan: Plan, stages: _StageChunks | None, micro_batches: int, in_order: bool
+) -> Float64:
+    """[stages] How much longer what the clock paces takes than in a burst, at least: by the highest clock.
+
+    A stage's clock is that of a micro-batch amid the others. What may run beside its layers' passes raises it
+    where it draws less than the limit.
+    """
+    power, plan = cost.power, with_stack(plan, load_stack(plan.stack)) if plan.stack else plan
+    # What data-parallel ranks exchange in each micro-batch, or with ZeRO-3 in the first and the last, kernels may
+    # wait for.
+    exchange = plan.zero == 2 or (plan.zero == 3 and not (_keeps_gathered(plan) and micro_batches > 2))
+    if power is None or (stages is None and plan.pp > 1) or exchange:
+        return np.ones(plan.pp)
+    return _stretch_of(power, stages, in_order)
+
+
+@lru_cache(4096)
+def _stretch_of(power: LayerPower, stages: _StageChunks | None, in_order: bool) -> Float64:
+    """As `_stretch`; without stages, of all layers."""
+
+    def of(columns: Float64) -> Float64:
+        """[4, stages] Of the layers of each stage."""
+        parts = columns[:, None] if stages is None else stages.of(_before(columns))
+        return np.asarray(parts.sum(axis=-1))
+
+    waits = power.waits_s if in_order else power.communication_s
+    spent = of(np.stack([*power.spent[:3], power.spent[3] + waits]))
+    perhaps = [power.rest[:, None]]
+    for each in (power.adding, power.copying):
+        perhaps += [of(each[:, :-1]), each[:, -1:]]
+    return np.asarray(1.0 / highest_clock(power.model, spent, perhaps))
 
 
 def _additions(plan: Plan, micro_batches: int) -> int:

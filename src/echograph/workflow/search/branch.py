@@ -338,18 +338,23 @@ PlanAnswer = Candidate | TooLarge | float | StepCost | str
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a worker needs to bound and to predict plans; calling it makes the worker."""
+    """What a worker needs to bound and to predict plans; calling it makes the worker.
+
+    Attributes:
+        boards: GPUs that each plan has at least.
+    """
 
     graph: StepGraph
     system: System
     scenario: Scenario
     objective: str
     most_step_s: float
+    boards: int
 
     def __call__(self) -> Callable[[PlanPoint], PlanAnswer]:
         """What answers points."""
         predictor = Predictor(self.graph, self.system, self.scenario)
-        bounds = Bounds(self.graph, self.system, self.scenario, predictor.steps)
+        bounds = Bounds(self.graph, self.system, self.scenario, predictor.steps, self.boards)
         aim = objective_named(self.objective, self.system, self.scenario, self.most_step_s)
 
         def answer(point: PlanPoint) -> PlanAnswer:
@@ -887,9 +892,10 @@ def search(
     among = space(graph, system.cluster, plan, {name: tuple(values) for name, values in over.items()})
     if among.facts.batch == 1 and "micro_batch" not in among.asked:
         tell([ONE_SAMPLE])
-    bounds, capacity = Bounds(graph, system, scenario), system.cluster.memory_bytes
+    boards, capacity = min(among.facts.gpus), system.cluster.memory_bytes
+    bounds = Bounds(graph, system, scenario, boards=boards)
     state = _Search(among, bounds, aim, capacity, top, progress, ahead=time_s < inf)
-    make, begun = Question(graph, system, scenario, objective, most_step_s), 0
+    make, begun = Question(graph, system, scenario, objective, most_step_s, boards), 0
     # Some of the time is for plans, also where all of it would not do to bound every one.
     state.begin(began + time_s / 2)
     with ExitStack() as stack:
