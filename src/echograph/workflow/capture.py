@@ -6,11 +6,11 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from echograph.errors import InputError, UnknownNameError, UsageError
+from echograph.errors import InputError, OtherFrameworkError, UnknownNameError, UsageError
 from echograph.ir.files import read_whole
 from echograph.ir.graph import JobGraph
 from echograph.notes import tell, warn
@@ -215,6 +215,24 @@ def capture_script_file(
         UsageError: a device or a configuration that the framework does not have.
         EchoError: as `capture`.
     """
+    try:
+        return _captured(framework, arguments, asked, showing=showing, quiet=quiet)
+    except OtherFrameworkError as error:
+        other = error.framework
+    found = _captured(other, arguments, asked, showing=showing, quiet=quiet)
+    line = f"the script trains with {other}, and is captured as by 'echoc capture {other}'"
+    return replace(found, notes=(line, *found.notes))
+
+
+def _captured(
+    framework: str,
+    arguments: Sequence[str],
+    asked: CaptureOptions,
+    *,
+    showing: Callable[[], AbstractContextManager[Progress]],
+    quiet: bool,
+) -> Imported:
+    """`capture_script_file` of a script that trains with no other framework."""
     from echograph.frontend.scripts import ADAPTERS
     from echograph.frontend.scripts.process import CaptureProcess
     from echograph.frontend.scripts.run import Script

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,14 @@ def test_hooks_are_there_from_the_import_on(tmp_path: Path, monkeypatch: pytest.
         pass
     assert "made_late" not in sys.modules
     assert sys.meta_path == finders
+
+
+def test_a_module_that_is_waited_for_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`runpy` asks its loader for the code, and imports nothing."""
+    (tmp_path / "run_late.py").write_text("answer = __name__")
+    monkeypatch.syspath_prepend(tmp_path)
+    with once_imported("run_late", nullcontext):
+        assert runpy.run_module("run_late", run_name="__main__")["answer"] == "__main__"
 
 
 _STEPS = """import sys, torch
