@@ -153,7 +153,7 @@ def _counted(count: int, _: Any, given: Tensor, weights: Tensor | None = None, m
 
 
 def bins(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many kinds `torch.bincount` is told to count at least, which is all that there are; 0: it is not told."""
+    """How many kinds `torch.bincount` is told to count at least, which is all there are; 0: it is not told."""
     if func not in (torch.bincount, Tensor.bincount):
         return 0
     least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)

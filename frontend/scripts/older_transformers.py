@@ -231,6 +231,7 @@ def contexts(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:
         yield once_imported(module, partial(_documented_as_before, module))
     yield once_imported("huggingface_hub.utils._headers", _without_a_token)
     yield once_imported("transformers.tokenization_utils_base", partial(_padding_as_before, note))
+    yield once_imported("transformers.tokenization_utils_base", partial(_chats_as_before, note))
 
 
 @contextmanager
@@ -419,6 +420,54 @@ def _padding_as_before(note: NoteTaker) -> Iterator[None]:
 
     kind = sys.modules["transformers.tokenization_utils_base"].PreTrainedTokenizerBase
     with patched(kind, "__call__", calling), patched(kind, "encode", calling):
+        yield
+
+
+class _Tokens:
+    """What a chat becomes: by names, as release 5 has it, and in its order the tokens that release 4 gave."""
+
+    data: dict[str, Any]
+    note: NoteTaker
+
+    def _tokens(self) -> Any:
+        if (line := caller()) is not None:
+            self.note(f"{line} takes what apply_chat_template gives for its tokens, which were all that it gave")
+        return self.data["input_ids"]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._tokens())
+
+    def __len__(self) -> int:
+        return len(self._tokens())
+
+    def __add__(self, other: Any) -> Any:
+        return self._tokens() + other
+
+    def __radd__(self, other: Any) -> Any:
+        return other + self._tokens()
+
+    def __getitem__(self, item: Any) -> Any:
+        return self.data[item] if isinstance(item, str) else self._tokens()[item]
+
+
+@contextmanager
+def _chats_as_before(note: NoteTaker) -> Iterator[None]:
+    """In the context, what `apply_chat_template` gives where nobody said how is tokens as well as their names."""
+
+    def applying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+            made = original(self, *args, **kwargs)
+            if "return_dict" in kwargs or not isinstance(getattr(made, "data", None), dict):
+                return made
+            both = type(type(made).__name__, (_Tokens, type(made)), {"note": staticmethod(note)})
+            tokens = both.__new__(both)
+            vars(tokens).update(vars(made))
+            return tokens
+
+        return apply
+
+    kind = sys.modules["transformers.tokenization_utils_base"].PreTrainedTokenizerBase
+    with patched(kind, "apply_chat_template", applying):
         yield
 
 

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, reduce, wraps
 from inspect import getattr_static
 from math import prod
@@ -169,10 +169,12 @@ class TorchAdapter(Adapter):
         recorder.stack, recorder.gpus = self.stack, world.gpus
         # Threads of its own find no GPU: Transformers is asked to load weights in this one.
         os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+        logs = "WANDB_MODE" in os.environ
         # Weights & Biases would be asked for a key, and told of losses that nobody has.
         os.environ.setdefault("WANDB_MODE", "disabled")
         with ExitStack() as stack:
             enter = stack.enter_context
+            enter(nullcontext() if logs else once_imported("wandb", _unlogged))
             enter(device.present(world, recorder.note, recorder.counter, recorder.warn))
             enter(repeated.left_out(recorder))
             enter(coalesced())
@@ -298,6 +300,18 @@ def _pictured(_: World, __: ScriptRecorder) -> Iterator[None]:
     from torch.utils.tensorboard import SummaryWriter
 
     with replaced(SummaryWriter, "add_graph", lambda *_, **__: None):
+        yield
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Weights & Biases is off, whatever a script says of its mode, and asks nobody for a key."""
+    wandb = sys.modules["wandb"]
+
+    def off(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: original(*args, **kwargs | {"mode": "disabled"})
+
+    with patched(wandb, "init", off), patched(wandb, "login", lambda _: lambda *_, **__: True):
         yield
 
 

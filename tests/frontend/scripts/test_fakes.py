@@ -123,6 +123,8 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
     text = """import torch
 from datasets import load_dataset
 assert load_dataset("mine/own")["train"].num_rows == 6
+assert load_dataset("mine/own")["train_prefs"].num_rows == 6
+assert load_dataset("mine/own", split="test_prefs[:10]+train").num_rows == 6
 model = torch.nn.Linear(2, 2).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for row in load_dataset("mine/own", split="validation"):

@@ -179,3 +179,23 @@ def test_an_empty_folder_is_no_package(tmp_path: Path) -> None:
     assert any("imports SparseTensor, which NoSuchEngine has not" in note for note in run(tmp_path, first))
     with pytest.raises(CaptureError, match="NoSuchEngine is an empty folder: fetch it"):
         run(tmp_path, first, "\nSparseTensor()")
+
+
+@pytest.mark.parametrize("own", [None, "offline"])
+def test_weights_and_biases_is_off_whatever_a_script_says(
+    own: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages/wandb.py").write_text(
+        "def init(project=None, mode='online'): return mode\ndef login(): raise ValueError('no key')"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    first = "import wandb\nassert wandb.login() and wandb.init('x', mode='online') == 'disabled'"
+    if own is not None:
+        monkeypatch.setenv("WANDB_MODE", own)
+        first = "import wandb\nassert wandb.init('x', mode='online') == 'online'"
+    path = tmp_path / "train.py"
+    path.write_text(_STEPS.format(first=first, then=""))
+    assert run_script(Script(path=path), World(size=1), TorchAdapter()).recorder.recorded

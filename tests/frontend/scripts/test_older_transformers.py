@@ -171,6 +171,19 @@ def test_arguments_that_are_said_by_others() -> None:
     )
 
 
+def test_a_chat_is_its_tokens_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Release 4 gave them alone, release 5 by their name among others."""
+    old = _TOKENIZER + (
+        "tokenizer.chat_template = '{% for m in messages %}{{ m[\"content\"] }} {% endfor %}'\n"
+        "chat = tokenizer.apply_chat_template([{'role': 'user', 'content': 'a b'}])\n"
+        "known = [0]\nknown += chat\n"
+        "assert known == [0, *chat['input_ids']] == [0] + chat and chat[:1] == known[1:2]\n"
+        "assert len(chat) == len(known) - 1 and 'attention_mask' in dict(**chat) and 'input_ids' in chat\n"
+    )
+    notes = _run(tmp_path, old, monkeypatch).recorder.notes
+    assert any("apply_chat_template" in note for note in notes)
+
+
 _TRL = """import dataclasses
 from transformers import TrainingArguments
 
