@@ -440,6 +440,18 @@ class _Tokens:
     def __len__(self) -> int:
         return len(self._tokens())
 
+    def keys(self) -> Any:
+        """Its names, as it has them."""
+        return self.data.keys()
+
+    def values(self) -> Any:
+        """What has names."""
+        return self.data.values()
+
+    def items(self) -> Any:
+        """Both."""
+        return self.data.items()
+
     def __add__(self, other: Any) -> Any:
         return self._tokens() + other
 
@@ -460,7 +472,7 @@ def _chats_as_before(note: NoteTaker) -> Iterator[None]:
             if "return_dict" in kwargs or not isinstance(getattr(made, "data", None), dict):
                 return made
             both = type(type(made).__name__, (_Tokens, type(made)), {"note": staticmethod(note)})
-            tokens = both.__new__(both)
+            tokens: Any = object.__new__(both)
             vars(tokens).update(vars(made))
             return tokens
 
