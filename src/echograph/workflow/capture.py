@@ -311,8 +311,8 @@ def _configuration(name: str, model: str | Path | None) -> Mapping[str, Any]:
     except UnknownNameError as error:
         if model is not None and os.sep in str(model):
             raise InputError(
-                f"--fake-weights {name}={model}: no such folder: give one with the model's config.json, or a model "
-                "of the zoo"
+                f"--fake-weights {name}={model}: no such folder: give one with the model's config.json, or a "
+                "model of the zoo"
             ) from None
         raise UsageError(f"{error}; any other: --fake-weights {name}=DIR, a folder with its config.json") from None
     if entry.architecture in OWN:
