@@ -55,6 +55,7 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
         with (
             once_imported(_LOSSES, partial(_by_pytorch, note)),
             once_imported("torchmetrics.metric", partial(_valid, note)),
+            once_imported("torchmetrics.collections", partial(_each_by_itself, note)),
             once_imported(_TORCHAUDIO, partial(_in_python, note)),
         ):
             yield
@@ -84,6 +85,21 @@ def _by_pytorch(note: NoteTaker) -> Iterator[None]:
 
     module, choice = sys.modules[_LOSSES], "_use_triton"
     with replaced(module, choice, choose) if hasattr(module, choice) else nullcontext():
+        yield
+
+
+@contextmanager
+def _each_by_itself(note: NoteTaker) -> Iterator[None]:
+    """torchmetrics, whose metrics that hold the same share what they update: nobody knows whether any do."""
+
+    def comparing(_: Any) -> Any:
+        def equal(*_: Any) -> bool:
+            note("torchmetrics asks which metrics hold the same: each of a collection is updated by itself")
+            return False
+
+        return staticmethod(equal)
+
+    with patched(sys.modules["torchmetrics.collections"].MetricCollection, "_equal_metric_states", comparing):
         yield
 
 
