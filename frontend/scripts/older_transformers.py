@@ -440,6 +440,15 @@ class _Tokens:
     def __len__(self) -> int:
         return len(self._tokens())
 
+    def pop(self, *item: Any) -> Any:
+        """A token, or what has a name."""
+        return self.data.pop(*item) if item and isinstance(item[0], str) else self._tokens().pop(*item)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "data" not in vars(self):
+            raise AttributeError(name)
+        return self.data[name] if name in self.data else getattr(self._tokens(), name)
+
     def keys(self) -> Any:
         """Its names, as it has them."""
         return self.data.keys()

@@ -178,6 +178,7 @@ def test_a_chat_is_its_tokens_as_well(tmp_path: Path, monkeypatch: pytest.Monkey
         "chat = tokenizer.apply_chat_template([{'role': 'user', 'content': 'a b'}])\n"
         "known = [0]\nknown += chat\n"
         "assert known == [0, *chat['input_ids']] == [0] + chat and chat[:1] == known[1:2]\n"
+        "chat.append(9)\nassert chat.pop() == 9 and chat.input_ids == known[1:]\n"
         "assert len(chat) == len(known) - 1 and 'attention_mask' in dict(**chat) and 'input_ids' in chat\n"
     )
     notes = _run(tmp_path, old, monkeypatch).recorder.notes
