@@ -37,6 +37,7 @@ from echograph.frontend.pytorch.call_nodes import is_in_place
 from echograph.frontend.pytorch.recorder import ModelInput
 from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.collectives import ranks_of
+from echograph.frontend.scripts.launchers import DEEPSPEED
 from echograph.frontend.scripts.recorder import COPY, ScriptRecorder
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
@@ -104,6 +105,7 @@ class DeepSpeedAdapter(TorchAdapter):
     def launched(self, script: Path, arguments: Sequence[str], world: World) -> Sequence[str]:
         """With `--local_rank`, as the launcher `deepspeed` gives it, where the script's file names that option."""
         asked = "local_rank" in script.read_text(encoding="utf-8", errors="replace")
+        asked = asked and script.with_suffix("").parts[-3:] != tuple(DEEPSPEED.split("."))  # which says it itself
         given = any(argument.startswith(("--local_rank", "--local-rank")) for argument in arguments)
         return (f"--local_rank={world.local_rank}", *arguments) if asked and not given else arguments
 

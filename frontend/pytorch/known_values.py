@@ -66,7 +66,7 @@ _FILLING = _DRAWING | {init.constant_, Tensor.fill_, Tensor.zero_, Tensor.copy_}
 _READS = frozenset((
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
     Tensor.__format__, Tensor.__repr__, Tensor.__contains__, Tensor.__array__, Tensor.equal, torch.equal,
-    torch.allclose, torch.is_nonzero,
+    torch.allclose, Tensor.allclose, torch.is_nonzero,
 ))  # fmt: skip
 
 

@@ -264,6 +264,10 @@ class _Watch(MetaPathFinder, Loader):
             self._loader, spec.loader = spec.loader, self
         return spec
 
+    def __getattr__(self, name: str) -> Any:
+        """What else its own loader has: `runpy` asks for the code of a module that it runs."""
+        return getattr(self._loader, name)
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """As its own loader does."""
         made: ModuleType | None = self._loader.create_module(spec)

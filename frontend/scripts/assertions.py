@@ -1,8 +1,9 @@
 """What the text of a script tells where it asks for values: which way it goes on, and what it does with elements.
 
 Which way it goes is told where the other way raises, prints or counts: assertions, and branches that do no more;
-where it asks whether a mask chooses anything, and takes what it chooses: that is all of it; and where it keeps
-what is better than the best so far: what comes is better.
+where it asks whether a mask chooses anything, and takes what it chooses: that is all of it; where it keeps what
+is better than the best so far: what comes is better; and where it scales by what it compares: gradients are
+clipped.
 
 A script that trains goes on there, so what it asserts of values is taken to hold. Where exceptions are caught in
 place, it may go either way.
@@ -155,6 +156,8 @@ class _Raising(ast.NodeVisitor):
         self._ask(node, [node])
         if (best := _better(node)) is not None:
             self._add(best, True)
+        if _ordered(node.test) and not node.orelse and _scales(node.body, _ordered(node.test)):
+            self._add(node.test, True)
         raises = plain and isinstance(node.body[-1], ast.Raise) and not self._caught
         if raises or (all(map(_tells, node.body)) and not node.orelse):
             self._add(node.test, False)
@@ -210,6 +213,37 @@ def _better(node: ast.If) -> ast.expr | None:
     kept = _kept(node.body)
     tests = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
     return next((test for test in tests if _ordered(test) in kept), None)
+
+
+def _scales(body: list[ast.stmt], compared: frozenset[str]) -> bool:
+    """Whether statements do no more than multiply in place by what was compared: gradients that are clipped.
+
+    `if coef < 1: for p in parameters: p.grad.mul_(coef)`, `if norm > most: g *= most / norm`.
+    """
+    ends = [part for part in body if not isinstance(part, ast.For | ast.If)]
+    within = [part for part in body if isinstance(part, ast.For | ast.If)]
+    if any(part.orelse or not _scales(part.body, compared) for part in within):
+        return False
+    by = [_factor(part) for part in ends]
+    return bool(within or ends) and all(one is not None and _names(one) & compared for one in by)
+
+
+def _names(value: ast.expr) -> set[str]:
+    """Parts of an expression but for numbers, as they are written."""
+    parts = (part for part in ast.walk(value) if isinstance(part, ast.expr) and not isinstance(part, ast.Constant))
+    return {ast.unparse(part) for part in parts}
+
+
+def _factor(statement: ast.stmt) -> ast.expr | None:
+    """By what a statement multiplies in place; None where it does something else."""
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Mult):
+        return statement.value
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    scales = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _SCALING
+    return call.args[-1] if scales and isinstance(call, ast.Call) and call.args else None
+
+
+_SCALING = ("mul_", "_foreach_mul_")
 
 
 def _kept(body: list[ast.stmt]) -> set[frozenset[str]]:

@@ -52,7 +52,7 @@ from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.autocast import as_on_cuda
 from echograph.frontend.scripts.counts import guessed_size
 from echograph.frontend.scripts.fakes import option_for
-from echograph.frontend.scripts.found import finding, finds
+from echograph.frontend.scripts.found import bins, finding, finds
 from echograph.frontend.scripts.installed import package_of
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
@@ -618,15 +618,21 @@ class OnTheDevice(TorchFunctionMode):
             out = self._run(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
             made = self._found(func, args, kwargs)
+            self._spread(func, args, made)
             return _marked(made) if any(isinstance(a, Tensor) and on_gpu(a) for a in args) else made
-        if known_values.spread(func, args, out):
-            self._note("how many tokens each expert takes is not known: they are taken to be spread evenly")
-        else:
+        if not self._spread(func, args, out):
             first = known_values.first_of(func, args, kwargs)
             there = isinstance(first, Tensor) and on_gpu(first)
             (known_values.follow_on_gpu if there else known_values.follow)(func, args, kwargs, out)
         keep_finite(func, args, out)
         return out
+
+    def _spread(self, func: Any, args: Any, out: Any) -> bool:
+        """Whether it counts what nobody knows, which is noted."""
+        counts = known_values.spread(func, args, out)
+        if counts:
+            self._note("how many tokens each expert takes is not known: they are taken to be spread evenly")
+        return counts
 
     def _found(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a function makes whose size values say: those that are known, or what the user said of the line."""
@@ -636,7 +642,8 @@ class OnTheDevice(TorchFunctionMode):
             if not finds(error.func):
                 raise
             masks = _masks(args) if func in _CHOOSING else []
-            count = decided_size(str(error.func).split(".")[1], masks, self._note, self._warn)
+            operator = str(error.func).split(".")[1]
+            count = bins(func, args, kwargs) or decided_size(operator, masks, self._note, self._warn)
         with finding(count):
             return self._run(func, args, kwargs)
 

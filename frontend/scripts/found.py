@@ -72,7 +72,7 @@ def _mask_of(args: tuple[Any, ...]) -> Tensor | None:
 
 def _most(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """How many elements an operator finds at most; None where nothing bounds them."""
-    if operator == "aten.repeat_interleave.Tensor":
+    if operator in ("aten.repeat_interleave.Tensor", "aten.bincount.default"):
         return None
     if operator == "aten.masked_select.default":
         return prod(torch.broadcast_shapes(args[0].shape, args[1].shape))  # type: ignore[no-untyped-call]
@@ -147,7 +147,21 @@ def _unique_runs(
     return _unique_rows(count, func, given, dim, True, return_inverse, return_counts)
 
 
+def _counted(count: int, _: Any, given: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    del minlength
+    return given.new_empty((count,), dtype=torch.int64) if weights is None else weights.new_empty((count,))
+
+
+def bins(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many kinds `torch.bincount` is told to count at least, which is all there are; 0: it is not told."""
+    if func not in (torch.bincount, Tensor.bincount):
+        return 0
+    least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+    return least if type(least) is int else 0
+
+
 _RULES: dict[str, Callable[..., Any]] = {
+    "aten.bincount.default": _counted,
     "aten.nonzero.default": _positions,
     "aten.masked_select.default": _chosen,
     "aten.index.Tensor": _indexed,

@@ -53,11 +53,11 @@ def _launching(command: Any) -> tuple[str, list[str]] | None:
     return None
 
 
-_DEEPSPEED = "deepspeed.launcher.runner"
+DEEPSPEED = "deepspeed.launcher.runner"
 _PROGRAMS = {
     "torchrun": "torch.distributed.run",
     "accelerate-launch": "accelerate.commands.launch",
-    "deepspeed": _DEEPSPEED,
+    "deepspeed": DEEPSPEED,
 }
 _MODULES = (*_PROGRAMS.values(), "torch.distributed.launch")
 _SHELLS = frozenset("|&;<>()$`\n*?")
@@ -78,7 +78,7 @@ def _marked() -> Iterator[None]:
         yield
 
 
-def _run(launcher: str, arguments: Sequence[str]) -> None:
+def run(launcher: str, arguments: Sequence[str]) -> None:
     """Runs a launcher, whose functions stand for what starts processes."""
     module = import_module(launcher)
     sys.argv = [str(module.__file__), *arguments]
@@ -150,7 +150,7 @@ class _InPlace:
                 os.environ.update(self.world.environment if self.world.launched else {})
                 self.command(args[1:])
             else:
-                _run(*launching)
+                run(*launching)
             named.pop("shell", None)
             original(popen, [sys.executable, "-IS", "-c", ""], *given, **named)  # one that has ended
 
@@ -164,7 +164,7 @@ class _InPlace:
             if launching is None:
                 original(file, args, *environment)
             os.environ.update(*environment)
-            _run(*launching)
+            run(*launching)
             raise SystemExit(0)
 
         return execute
@@ -176,14 +176,14 @@ class _InPlace:
             launching = _launching(command)
             if launching is None:
                 return original(command)
-            _run(*launching)
+            run(*launching)
             return 0
 
         return start
 
     def of_deepspeed(self) -> AbstractContextManager[None]:
         """In the context, the launcher of DeepSpeed runs what it launches."""
-        module = sys.modules[_DEEPSPEED]
+        module = sys.modules[DEEPSPEED]
         return patched(module, "main", self.by_deepspeed(module))
 
     def by_deepspeed(self, module: Any) -> Callable[[Any], Callable[..., None]]:
@@ -219,5 +219,5 @@ def in_place(world: World, started: list[Path]) -> Iterator[None]:
         for name in ("execv", "execve", "execvp", "execvpe"):
             stack.enter_context(patched(os, name, stands.by_itself))
         stack.enter_context(patched(os, "system", stands.by_shell))
-        stack.enter_context(once_imported(_DEEPSPEED, stands.of_deepspeed))
+        stack.enter_context(once_imported(DEEPSPEED, stands.of_deepspeed))
         yield

@@ -13,7 +13,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -27,7 +27,7 @@ from torch.utils.data import Sampler
 
 from echograph.frontend.scripts import older_calls, older_transformers
 from echograph.frontend.scripts.adapter import once_imported, patched
-from echograph.frontend.scripts.older_transformers import LEFT_OUT, SAID_OTHERWISE, said_otherwise
+from echograph.frontend.scripts.older_transformers import LEFT_OUT, SAID_OTHERWISE, derived, said_otherwise
 from echograph.frontend.scripts.values import NoteTaker, caller
 
 # Module: its name of what is gone -> where the same is, as module:name; a module alone is the whole of it.
@@ -337,7 +337,7 @@ def _by_new_name(module: str, owner: str, names: Mapping[str, str], note: NoteTa
 
     found = getattr(sys.modules[module], owner)
     place, name = (found, "__init__") if isinstance(found, type) else (sys.modules[module], owner)
-    with patched(place, name, taking):
+    with patched(place, name, taking), derived(taking) if owner == "TrainingArguments" else nullcontext():
         yield
 
 

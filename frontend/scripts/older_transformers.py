@@ -11,7 +11,8 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from echograph.frontend.scripts.adapter import once_imported, patched
+from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.values import NoteTaker, caller
 
 _MOVED = {
@@ -115,7 +116,11 @@ RENAMED = {
         "per_gpu_train_batch_size": "per_device_train_batch_size",
     },
     "trl.trainer.sft_config:SFTConfig": {"max_seq_length": "max_length"},
-    "trl.trainer.sft_trainer:SFTTrainer": {"tokenizer": "processing_class"},
+    "trl.trainer.dpo_config:DPOConfig": {}, "trl.trainer.grpo_config:GRPOConfig": {},
+    **{f"trl.trainer.{kind}_trainer:{kind.upper()}Trainer": {"tokenizer": "processing_class"} for kind in (
+        "sft", "dpo", "grpo", "kto", "rloo",
+    )},
+    "trl.trainer.reward_trainer:RewardTrainer": {"tokenizer": "processing_class"},
 }  # fmt: skip
 """Arguments that have another name now: place of a class -> its old name -> the one it has."""
 
@@ -126,8 +131,19 @@ LEFT_OUT = {
         "push_to_hub_model_id", "push_to_hub_organization", "push_to_hub_token", "ray_scope", "save_safetensors",
         "use_legacy_prediction_loop",
     ),
+    "trl.trainer.dpo_config:DPOConfig": (
+        "base_model_attribute_name", "dataset_batch_size", "generate_during_eval", "is_encoder_decoder",
+        "label_pad_token_id", "model_adapter_name", "padding_value", "ref_adapter_name", "use_logits_to_keep",
+    ),
+    "trl.trainer.sft_config:SFTConfig": (
+        "chars_per_token", "dataset_batch_size", "num_of_sequences",
+    ),
 }  # fmt: skip
 """Arguments that said what is printed, written or chosen by itself, and are left out."""
+
+_CUT_BY_LENGTH = ("max_prompt_length", "max_completion_length", "max_target_length")
+"""Of TRL's preference trainers: parts of a sample that were cut, which is cut as a whole by now (`max_length`)."""
+_TRAINERS = {"sft": "SFT", "dpo": "DPO"}
 
 SAID_OTHERWISE: dict[str, Callable[[Any], dict[str, Any]]] = {
     "adafactor": lambda on: {"optim": "adafactor"} if _is_on(on) else {},
@@ -206,11 +222,16 @@ def contexts(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:
     ):
         yield once_imported(module, partial(_having_members, module, owner, members, note))
     yield once_imported("transformers.trainer", partial(_taking_what_they_take, note))
+    for name, kind in _TRAINERS.items():
+        yield once_imported(f"trl.trainer.{name}_trainer", partial(_told_by_the_trainer, name, kind, note))
+    for name, kind in (("dpo", "DPO"), ("grpo", "GRPO")):
+        yield once_imported(f"trl.trainer.{name}_config", partial(_cut_as_a_whole, name, kind, note))
     yield once_imported("transformers.modeling_utils", partial(_made_as_before, note))
     for module in ("transformers.file_utils", "transformers.utils"):
         yield once_imported(module, partial(_documented_as_before, module))
     yield once_imported("huggingface_hub.utils._headers", _without_a_token)
     yield once_imported("transformers.tokenization_utils_base", partial(_padding_as_before, note))
+    yield once_imported("transformers.tokenization_utils_base", partial(_chats_as_before, note))
 
 
 @contextmanager
@@ -402,6 +423,75 @@ def _padding_as_before(note: NoteTaker) -> Iterator[None]:
         yield
 
 
+class _Tokens:
+    """What a chat becomes: by names, as release 5 has it, and in its order the tokens that release 4 gave."""
+
+    data: dict[str, Any]
+    note: NoteTaker
+
+    def _tokens(self) -> Any:
+        if (line := caller()) is not None:
+            self.note(f"{line} takes what apply_chat_template gives for its tokens, which were all that it gave")
+        return self.data["input_ids"]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._tokens())
+
+    def __len__(self) -> int:
+        return len(self._tokens())
+
+    def pop(self, *item: Any) -> Any:
+        """A token, or what has a name."""
+        return self.data.pop(*item) if item and isinstance(item[0], str) else self._tokens().pop(*item)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "data" not in vars(self):
+            raise AttributeError(name)
+        return self.data[name] if name in self.data else getattr(self._tokens(), name)
+
+    def keys(self) -> Any:
+        """Its names, as it has them."""
+        return self.data.keys()
+
+    def values(self) -> Any:
+        """What has names."""
+        return self.data.values()
+
+    def items(self) -> Any:
+        """Both."""
+        return self.data.items()
+
+    def __add__(self, other: Any) -> Any:
+        return self._tokens() + other
+
+    def __radd__(self, other: Any) -> Any:
+        return other + self._tokens()
+
+    def __getitem__(self, item: Any) -> Any:
+        return self.data[item] if isinstance(item, str) else self._tokens()[item]
+
+
+@contextmanager
+def _chats_as_before(note: NoteTaker) -> Iterator[None]:
+    """In the context, what `apply_chat_template` gives where nobody said how is tokens as well as their names."""
+
+    def applying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+            made = original(self, *args, **kwargs)
+            if "return_dict" in kwargs or not isinstance(getattr(made, "data", None), dict):
+                return made
+            both = type(type(made).__name__, (_Tokens, type(made)), {"note": staticmethod(note)})
+            tokens: Any = object.__new__(both)
+            vars(tokens).update(vars(made))
+            return tokens
+
+        return apply
+
+    kind = sys.modules["transformers.tokenization_utils_base"].PreTrainedTokenizerBase
+    with patched(kind, "apply_chat_template", applying):
+        yield
+
+
 @contextmanager
 def _taking_what_they_take(note: NoteTaker) -> Iterator[None]:
     """In the context, what a script's trainer overrides is given no more arguments than it takes."""
@@ -420,6 +510,81 @@ def _taking_what_they_take(note: NoteTaker) -> Iterator[None]:
         return init
 
     with patched(trainer, "__init__", making):
+        yield
+
+
+@contextmanager
+def _cut_as_a_whole(name: str, kind: str, note: NoteTaker) -> Iterator[None]:
+    """In the context, settings of TRL take lengths of parts of a sample, of which that of the whole is left."""
+    settings = getattr(sys.modules[f"trl.trainer.{name}_config"], f"{kind}Config")
+
+    def making(original: Callable[..., None]) -> Callable[..., None]:
+        asked = inspect.signature(original).parameters
+
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            for old in [old for old in _CUT_BY_LENGTH if old in kwargs and old not in asked]:
+                note(f"TRL's {kind}Config has no {old} any more: samples are as long as they are without")
+                del kwargs[old]
+            original(self, *args, **kwargs)
+
+        return init
+
+    with patched(settings, "__init__", making):
+        yield
+
+
+@contextmanager
+def _told_by_the_trainer(name: str, kind: str, note: NoteTaker) -> Iterator[None]:
+    """In the context, a trainer of TRL takes what is its settings' by now, as its release 0.7 did."""
+    package = sys.modules[f"trl.trainer.{name}_trainer"]
+    trainer, settings = getattr(package, f"{kind}Trainer"), getattr(package, f"{kind}Config")
+    place = f"trl.trainer.{name}_config:{kind}Config"
+    # Those that it takes, those that have another name, those that are left out.
+    known = {*inspect.signature(settings).parameters, *RENAMED.get(place, ()), *LEFT_OUT.get(place, ())}
+    known.update(_CUT_BY_LENGTH)
+
+    def making(original: Callable[..., None]) -> Callable[..., None]:
+        asked = inspect.signature(original).parameters
+
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            told = {old: kwargs.pop(old) for old in list(kwargs) if old not in asked and old in known}
+            if told:
+                note(f"TRL's {kind}Trainer takes no {', '.join(told)} any more: {kind}Config says it")
+                given = kwargs.get("args")
+                said = {} if given is None else _said_of(given)
+                said.setdefault("output_dir", "trainer_output")
+                kwargs["args"] = settings(**said | told)
+            original(self, *args, **kwargs)
+
+        return init
+
+    with patched(trainer, "__init__", making):
+        yield
+
+
+def _said_of(settings: Any) -> dict[str, Any]:
+    """What settings of a trainer say, by name, so that others can be made of it."""
+    return {one.name: getattr(settings, one.name) for one in fields(settings) if one.init}
+
+
+@contextmanager
+def derived(names: Callable[[Callable[..., None]], Callable[..., None]]) -> Iterator[None]:
+    """In the context, whatever derives from `TrainingArguments` takes what that does, as those of TRL.
+
+    Args:
+        names: makes of a constructor one that takes arguments by the names that they had.
+    """
+    base = sys.modules["transformers.training_args"].TrainingArguments
+    with ExitStack() as stack:
+        seen: set[type] = {base}
+
+        def make(kind: type, *_: Any, **__: Any) -> Any:
+            if kind not in seen and "__init__" in vars(kind):  # which is asked for when this has returned
+                stack.enter_context(patched(kind, "__init__", names))
+            seen.add(kind)
+            return object.__new__(kind)
+
+        stack.enter_context(replaced(base, "__new__", make))
         yield
 
 

@@ -172,6 +172,7 @@ class CaptureProcess:
                 "error": type(error).__name__,
                 "line": str(error),
                 "status": getattr(error, "exit_code", 1),
+                "framework": getattr(error, "framework", ""),
                 "trace": traceback.format_exc(),
             }
         try:
@@ -220,13 +221,15 @@ def _ended(script: Script, status: int) -> CaptureError:
     return error
 
 
-def _rebuilt(error: str, line: str, status: int, trace: str) -> BaseException:
+def _rebuilt(error: str, line: str, status: int, framework: str, trace: str) -> BaseException:
     """The error that ended a capture in another process."""
     kind = getattr(errors, error, None)
     rebuilt: BaseException
     if isinstance(kind, type) and issubclass(kind, EchoError):
         made = BaseException.__new__(kind, line)
         made.exit_code = status
+        if isinstance(made, errors.OtherFrameworkError):
+            made.framework = framework
         rebuilt = made
     elif error == "KeyboardInterrupt":
         rebuilt = KeyboardInterrupt()

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _device
 
-from echograph.errors import CaptureError, EchoError, InputError
+from echograph.errors import CaptureError, EchoError, InputError, OtherFrameworkError
 from echograph.frontend.pytorch.capture import fake_mode, plain_attention_masks, quiet_fakes
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.rounding import settings_kept
@@ -335,7 +335,9 @@ def _run(
             recorder, _children_end_here(), once_imported("loguru", partial(_reporting, reported)),
             patched(argparse.ArgumentParser, "error", partial(_refusing, refused)),
         ):  # fmt: skip
-            if script.module:
+            if script.module == launchers.DEEPSPEED:  # run as a module it is made anew, as is what it starts
+                launchers.run(script.module, sys.argv[1:])
+            elif script.module:
                 runpy.run_module(script.module, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(str(script.path), run_name="__main__")
@@ -453,6 +455,8 @@ def _explained(script: Script, error: BaseException, warned: Sequence[str] = ())
 
 def _placed(script: Script, error: BaseException) -> CaptureError:
     """An error of a capture with the line of the script that led to it in front, where it does not say one."""
+    if isinstance(error, OtherFrameworkError):
+        return error
     where = script_line(script.path, error)
     text = str(error)
     placed = not where or re.match(r"[^\s:]+\.py:\d+: ", text) or text.startswith(where.partition(":")[0])

@@ -55,6 +55,7 @@ def standing_in(note: NoteTaker) -> Iterator[None]:
         with (
             once_imported(_LOSSES, partial(_by_pytorch, note)),
             once_imported("torchmetrics.metric", partial(_valid, note)),
+            once_imported("torchmetrics.collections", partial(_each_by_itself, note)),
             once_imported(_TORCHAUDIO, partial(_in_python, note)),
         ):
             yield
@@ -84,6 +85,21 @@ def _by_pytorch(note: NoteTaker) -> Iterator[None]:
 
     module, choice = sys.modules[_LOSSES], "_use_triton"
     with replaced(module, choice, choose) if hasattr(module, choice) else nullcontext():
+        yield
+
+
+@contextmanager
+def _each_by_itself(note: NoteTaker) -> Iterator[None]:
+    """torchmetrics, whose metrics that hold the same share what they update: nobody knows whether any do."""
+
+    def comparing(_: Any) -> Any:
+        def equal(*_: Any) -> bool:
+            note("torchmetrics asks which metrics hold the same: each of a collection is updated by itself")
+            return False
+
+        return staticmethod(equal)
+
+    with patched(sys.modules["torchmetrics.collections"].MetricCollection, "_equal_metric_states", comparing):
         yield
 
 
@@ -453,6 +469,37 @@ def _rotary(
     return out
 
 
+class _RotatedWithin(torch.autograd.Function):
+    """The same of the first of several that lie beside each other (queries and keys), where they lie."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        ctx.mark_dirty(whole)
+        whole.narrow(2, 0, count).mul_(1.0)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grads[0].narrow(2, 0, ctx.count).mul_(1.0)
+        return grads[0], None
+
+
+def _rotary_of_all(
+    qkv: Tensor, cos: Tensor, sin: Tensor, *_: Any, num_heads_q: int | None = None, **__: Any
+) -> Tensor:
+    """`apply_rotary_emb_qkv_` of (batch, sequence, 3, heads, head), or of heads of queries, keys and values."""
+    turned = 2 if num_heads_q is None else (num_heads_q + qkv.shape[2]) // 2
+    out: Tensor = _RotatedWithin.apply(qkv, turned)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _rotary_of_keys(kv: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> Tensor:
+    """`apply_rotary_emb_kv_` of (batch, sequence, 2, heads, head)."""
+    out: Tensor = _RotatedWithin.apply(kv, 1)  # type: ignore[no-untyped-call]
+    return out
+
+
 class _RotaryEmbedding(torch.nn.Module):
     """`flash_attn.layers.rotary.RotaryEmbedding`: angles that are kept, and one kernel for each tensor."""
 
@@ -614,6 +661,7 @@ def _flash_attn(note: NoteTaker) -> list[ModuleType]:
     interface = _module(f"{name}.flash_attn_interface", **functions)
     rotary = _module(
         f"{name}.layers.rotary", apply_rotary_emb=_rotary, apply_rotary_emb_func=_rotary,
+        apply_rotary_emb_kv_=_rotary_of_keys, apply_rotary_emb_qkv_=_rotary_of_all,
         RotaryEmbedding=_RotaryEmbedding,
     )  # fmt: skip
     layers = _module(f"{name}.layers", rotary=rotary)

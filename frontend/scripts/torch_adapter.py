@@ -13,13 +13,13 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial, wraps
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial, reduce, wraps
 from inspect import getattr_static
 from math import prod
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from echograph.errors import CaptureError
+from echograph.errors import CaptureError, OtherFrameworkError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.capture import seen_by_a_compiler
 from echograph.frontend.pytorch.known_values import given, real
@@ -169,10 +169,12 @@ class TorchAdapter(Adapter):
         recorder.stack, recorder.gpus = self.stack, world.gpus
         # Threads of its own find no GPU: Transformers is asked to load weights in this one.
         os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+        logs = "WANDB_MODE" in os.environ
         # Weights & Biases would be asked for a key, and told of losses that nobody has.
         os.environ.setdefault("WANDB_MODE", "disabled")
         with ExitStack() as stack:
             enter = stack.enter_context
+            enter(nullcontext() if logs else once_imported("wandb", _unlogged))
             enter(device.present(world, recorder.note, recorder.counter, recorder.warn))
             enter(repeated.left_out(recorder))
             enter(coalesced())
@@ -183,6 +185,9 @@ class TorchAdapter(Adapter):
             enter(Saved(recorder.note).installed())
             for name, hooks in _LATER.items():
                 enter(once_imported(name, partial(hooks, world, recorder)))
+            if self.name == TorchAdapter.name:
+                for name, places in _OF_DEEPSPEED.items():
+                    enter(once_imported(name, partial(_left_to_deepspeed, name, places)))
             enter(once_imported("torch.distributed.pipelining", partial(self._stages.installed, recorder)))
             enter(patched(torch, "compile", lambda _: compiling(recorder, self.compiles)))
             # Of graphs that are not made; what it imports first takes seconds.
@@ -298,6 +303,18 @@ def _pictured(_: World, __: ScriptRecorder) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Weights & Biases is off, whatever a script says of its mode, and asks nobody for a key."""
+    wandb = sys.modules["wandb"]
+
+    def off(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: original(*args, **kwargs | {"mode": "disabled"})
+
+    with patched(wandb, "init", off), patched(wandb, "login", lambda _: lambda *_, **__: True):
+        yield
+
+
 _LATER: Mapping[str, Callable[[World, ScriptRecorder], AbstractContextManager[None]]] = {
     "torch.distributed.checkpoint.state_dict": _states_made,
     "torch.distributed.tensor": _divided,
@@ -306,6 +323,32 @@ _LATER: Mapping[str, Callable[[World, ScriptRecorder], AbstractContextManager[No
     "torch.utils.tensorboard": _pictured,
 }
 """Hooks of what many scripts do not import."""
+
+_OF_DEEPSPEED = {
+    "deepspeed": ("initialize", "PipelineModule.__init__"),
+    "deepspeed.ops.op_builder.builder": ("OpBuilder.load",),
+    "deepspeed.runtime.zero.partition_parameters": ("Init.__init__",),
+}
+"""Module -> what a script begins with that trains by DeepSpeed's engine."""
+
+
+@contextmanager
+def _left_to_deepspeed(module: str, places: Sequence[str]) -> Iterator[None]:
+    """In the context, a script that begins to train by DeepSpeed's engine ends, to be captured as one of its."""
+
+    def ending(_: Any) -> Callable[..., NoReturn]:
+        def end(*_: Any, **__: Any) -> NoReturn:
+            error = OtherFrameworkError("the script trains with DeepSpeed: capture it by echoc capture deepspeed")
+            error.framework = "deepspeed"
+            raise error
+
+        return end
+
+    with ExitStack() as stack:
+        for place in places:
+            *owner, name = place.split(".")
+            stack.enter_context(patched(reduce(getattr, owner, sys.modules[module]), name, ending))
+        yield
 
 
 # What a mesh asks of the numbers of its ranks.

@@ -453,9 +453,16 @@ def _equal(_: NoteTaker, tensor: Tensor, other: Any, *__: Any) -> bool:
     return _decided(asked(), "whether tensors are equal")
 
 
+def _close(_: NoteTaker, tensor: Tensor, other: Tensor, *__: Any) -> bool:
+    """Whether two tensors are nearly the same, as one is as itself."""
+    return tensor is other or _decided(asked(), "whether tensors are close")
+
+
 QUESTIONS: dict[Any, Callable[..., Any]] = {
     torch.equal: _equal,
     Tensor.equal: _equal,
+    torch.allclose: _close,
+    Tensor.allclose: _close,
     Tensor.item: _item,
     Tensor.tolist: _list,
     Tensor.numpy: _array,

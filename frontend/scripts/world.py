@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -119,6 +120,8 @@ class World:
                     enter(patched(owner, "all_reduce", partial(_added_up, self, place)))
                     for name in filter(partial(hasattr, owner), _GATHERS):
                         enter(patched(owner, name, partial(_gathered, self, place)))
+                    for name in filter(partial(hasattr, owner), _EXCHANGES):
+                        enter(patched(owner, name, partial(_exchanged, self, place)))
                     enter(patched(owner, "get_backend", lambda f: _backend(asked, f)))
                     enter(patched(owner, "get_backend_config", partial(self._backend_config, asked)))
                     for name, stand_in in _ALONE.items():
@@ -338,11 +341,38 @@ def _gathered(world: World, place: Place, original: Any) -> Any:
     return gather
 
 
+def _exchanged(world: World, place: Place, original: Any) -> Any:
+    """`all_to_all_single` of integers that the host knows, in equal parts: ranks are taken to give the same."""
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from echograph.frontend.pytorch.known_values import rewritten, told
+
+    asked = inspect.signature(original)
+
+    def exchange(*args: Any, **kwargs: Any) -> Any:
+        said = asked.bind(*args, **kwargs).arguments
+        output, given, group = said["output"], said["input"], said.get("group")
+        whole = not said.get("output_split_sizes") and not said.get("input_split_sizes")
+        if not whole or given.is_floating_point() or output.shape != given.shape:
+            return original(*args, **kwargs)
+        made = world.alike(told(given), group, place())
+        if made is not None:
+            with _disable_current_modes():
+                made = made.reshape(dist.get_world_size(group), -1)[dist.get_rank(group)]
+                made = made.repeat(dist.get_world_size(group)).reshape(given.shape)
+        with rewritten([output], given, made):
+            return original(*args, **kwargs)
+
+    return exchange
+
+
 def _of_gloo(original: Any) -> Any:
     """The default time limit, without a warning that this PyTorch has no NCCL."""
     return lambda _: original("gloo")
 
 
+_EXCHANGES = ("all_to_all_single",)
 _GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single")
 # Ranks are taken to have the same objects: these tell settings to each other, before training.
 _ALONE: dict[str, Any] = {

@@ -12,6 +12,7 @@ EchoError                  exit 1: one line saying what, where, and what to do
 ├── GraphError             a graph breaks an invariant (`ir.verify`); names the op or tensor
 ├── PlanError              a parallel plan does not fit the model or the cluster
 ├── CaptureError           a model cannot be captured; names the module or the op
+│   └── OtherFrameworkError  a script trains with another framework than was said; names it
 └── SimulationError        a graph that verifies cannot run
     └── DeadlockError      programs wait for each other for ever; names who waits at which operation
 """
@@ -95,6 +96,16 @@ class PlanError(EchoError):
 
 class CaptureError(EchoError):
     """A model cannot be captured."""
+
+
+class OtherFrameworkError(CaptureError):
+    """A script trains with another framework than was said.
+
+    Attributes:
+        framework: that one.
+    """
+
+    framework = ""
 
 
 class SimulationError(EchoError):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from echograph.errors import InputError, UnknownNameError, UsageError
+from echograph.errors import InputError, OtherFrameworkError, UnknownNameError, UsageError
 from echograph.ir.files import read_whole
 from echograph.ir.graph import JobGraph
 from echograph.notes import tell, warn
@@ -20,6 +21,7 @@ from echograph.progress import Progress, silent
 if TYPE_CHECKING:
     from echograph.frontend.scripts.fakes import Fakes
     from echograph.ir.formats import Imported
+    from echograph.models import ModelEntry
     from echograph.profiler.costs.host import HostUnits
 
 _NOTHING: Mapping[str, Any] = {}
@@ -215,6 +217,24 @@ def capture_script_file(
         UsageError: a device or a configuration that the framework does not have.
         EchoError: as `capture`.
     """
+    try:
+        return _captured(framework, arguments, asked, showing=showing, quiet=quiet)
+    except OtherFrameworkError as error:
+        other = error.framework
+    found = _captured(other, arguments, asked, showing=showing, quiet=quiet)
+    line = f"the script trains with {other}, and is captured as by 'echoc capture {other}'"
+    return replace(found, notes=(line, *found.notes))
+
+
+def _captured(
+    framework: str,
+    arguments: Sequence[str],
+    asked: CaptureOptions,
+    *,
+    showing: Callable[[], AbstractContextManager[Progress]],
+    quiet: bool,
+) -> Imported:
+    """`capture_script_file` of a script that trains with no other framework."""
     from echograph.frontend.scripts import ADAPTERS
     from echograph.frontend.scripts.process import CaptureProcess
     from echograph.frontend.scripts.run import Script
@@ -280,26 +300,49 @@ def _there(name: str, file: str | Path) -> Path:
 
 def _configuration(name: str, model: str | Path | None) -> Mapping[str, Any]:
     """What config.json would say of a model: that of a folder, or of a model of the zoo."""
-    from echograph.models import from_config, get_model
+    from echograph.models import from_config
     from echograph.models.build import OWN
 
     given = name if model is None else model
-    if model is not None and os.sep in str(model) and not Path(given).is_dir():
-        raise InputError(
-            f"--fake-weights {name}={model}: no such folder: give one with the model's config.json, or a model of "
-            "the zoo"
-        )
     if (config := _of_diffusers(Path(given))) is not None:
         return config
     try:
-        entry = from_config(Path(given)) if Path(given).is_dir() else get_model(str(given))
+        entry = from_config(Path(given)) if Path(given).is_dir() else _of_the_zoo(str(given))
     except UnknownNameError as error:
+        if model is not None and os.sep in str(model):
+            raise InputError(
+                f"--fake-weights {name}={model}: no such folder: give one with the model's config.json, or a "
+                "model of the zoo"
+            ) from None
         raise UsageError(f"{error}; any other: --fake-weights {name}=DIR, a folder with its config.json") from None
     if entry.architecture in OWN:
         raise UsageError(
             f"--fake-weights {name}: {entry.name} is no model of transformers: give a folder's config.json"
         )
     return {**entry.config, "architectures": [entry.architecture]}
+
+
+_TUNED = re.compile(r"-(base|chat|instruct|it|sft)(?=-|$)", re.IGNORECASE)
+"""What a model's name says of how it was trained on, which leaves its shapes as they are."""
+
+
+def _of_the_zoo(name: str) -> ModelEntry:
+    """A model by its name, or by that of the one that it was trained from, which is told.
+
+    Raises:
+        UnknownNameError: there is neither.
+    """
+    from echograph.models import get_model
+
+    try:
+        return get_model(name)
+    except UnknownNameError:
+        plain = _TUNED.sub("", name)
+        with suppress(UnknownNameError):
+            entry = get_model(plain)
+            tell([f"--fake-weights {name}: taken to have the shapes of {plain}, from which its name comes"])
+            return entry
+        raise
 
 
 def _of_diffusers(folder: Path) -> Mapping[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ from echograph.errors import CaptureError, InputError
 from echograph.frontend.deepspeed.adapter import DeepSpeedAdapter, check, common_module, mark_copies
 from echograph.frontend.pytorch.annotate import FQN
 from echograph.frontend.scripts.recorder import COPY
+from echograph.frontend.scripts.world import World
+from echograph.ir.formats import Imported
+from echograph.ir.graph import JobGraph
 from echograph.ir.types import CopyDirection
+from echograph.progress import silent
+from echograph.workflow import capture
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the [deepspeed] extra")
 
@@ -73,6 +79,52 @@ def test_another_version_is_told_with_the_range(monkeypatch: pytest.MonkeyPatch)
     (line,) = (said for said in DeepSpeedAdapter().check() if said.startswith("deepspeed"))
     assert "0.21.3" in line
     assert "0.19 up to 0.20" in line
+
+
+@pytest.mark.parametrize("begins", ["deepspeed.initialize()", "deepspeed.zero.Init()"])
+def test_a_script_of_deepspeed_is_captured_as_one(
+    begins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever begins with its engine under `echoc capture torch` is run once more, by DeepSpeed's adapter."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        monkeypatch.delitem(sys.modules, name)
+    zero = "deepspeed.runtime.zero.partition_parameters"
+    for name in ("deepspeed", "deepspeed/runtime", "deepspeed/runtime/zero"):
+        (tmp_path / "packages" / name).mkdir(parents=True)
+        (tmp_path / "packages" / name / "__init__.py").touch()
+    (tmp_path / "packages" / f"{zero.replace('.', '/')}.py").write_text("class Init: pass")
+    (tmp_path / "packages/deepspeed/__init__.py").write_text(
+        f"from {zero} import Init\nimport deepspeed.runtime.zero as zero\nzero.Init = Init\n"
+        "def initialize(): pass\nclass PipelineModule: pass"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    script = tmp_path / "train.py"
+    script.write_text(f"import deepspeed\ntry:\n    {begins}\nexcept ValueError:\n    pass")
+    asked: list[str] = []
+
+    def captured_as(framework: str, *given: Any, **named: Any) -> Any:
+        asked.append(framework)
+        if framework == "torch":
+            return really(framework, *given, **named)
+        return Imported(graph=JobGraph.__new__(JobGraph), notes=("its own",), warnings=())
+
+    really = capture._captured
+    monkeypatch.setattr(capture, "_captured", captured_as)
+    options = capture.CaptureOptions(script=script, world_size=2)
+    found = capture.capture_script_file("torch", (), options, showing=lambda: nullcontext(silent))
+    assert asked == ["torch", "deepspeed"]
+    assert found.notes == (
+        "the script trains with deepspeed, and is captured as by 'echoc capture deepspeed'",
+        "its own",
+    )
+
+
+def test_its_launcher_says_the_local_rank_itself(tmp_path: Path) -> None:
+    for name, told in (("deepspeed/launcher/runner.py", ()), ("train.py", ("--local_rank=0",))):
+        script = tmp_path / name
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text("parser.add_argument('--local_rank')")
+        assert DeepSpeedAdapter().launched(script, (), World(size=2)) == told
 
 
 def test_copies_between_host_and_device_are_told_by_what_lies_where() -> None:

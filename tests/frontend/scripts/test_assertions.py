@@ -53,6 +53,9 @@ def _run(folder: Path, check: str) -> ScriptRun:
         "global best\nif low < best:\n    best = low\nelse:\n    raise SystemExit",
         "global best\nif step < 0 or best < high:\n    out, best = out * 2, high",
         "global best\nis_best = high > best\nbest = max(high, best)\nif not is_best:\n    raise SystemExit",
+        "coef = 1 / (out.norm() + 1e-6)\nif coef < 1.0:\n    for p in model.parameters():\n"
+        "        if p.grad is not None:\n            p.grad.detach().mul_(coef.to(p.device))",
+        "if high > 0.5:\n    for p in model.parameters():\n        p.data *= 0.5 / high",
         "row = out[0]\nif (row > 1).sum() > 0:\n    out = out[:, row > 1]\nelse:\n    raise SystemExit",
         "wet = out > 1\ncount = wet.sum().item()\nif count == 0:\n    raise SystemExit\nout = out[wet]",
         "wet = out > 1\nif not wet.any() and step:\n    raise SystemExit\nout = out.masked_select(wet)",
@@ -71,6 +74,7 @@ def test_what_would_raise_is_taken_not_to(tmp_path: Path, check: str) -> None:
     "check",
     [
         "if low > high:\n    out = out * 2",
+        "if low < 1.0:\n    out.mul_(2)",
         "clipped = 0.0\nif low > high:\n    clipped += high",
         "if low > high:\n    print(low)\nelse:\n    out = out * 2",
         "if low > high:\n    if step:\n        raise ValueError('order')",

@@ -123,6 +123,8 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
     text = """import torch
 from datasets import load_dataset
 assert load_dataset("mine/own")["train"].num_rows == 6
+assert load_dataset("mine/own")["train_prefs"].num_rows == 6
+assert load_dataset("mine/own", split="test_prefs[:10]+train").num_rows == 6
 model = torch.nn.Linear(2, 2).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for row in load_dataset("mine/own", split="validation"):
@@ -383,3 +385,16 @@ tiktoken.get_encoding("of_somebody")
         for name in [name for name in sys.modules if name.startswith("tiktoken")]:
             del sys.modules[name]
     assert fakes.asked == {"gpt2", "p50k_base", "cl100k_base"}
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [("Qwen/Qwen2.5-0.5B-Instruct", 896), ("meta-llama/Llama-2-7b-chat-hf", 4096), ("google/gemma-2-2b-it", 2304)],
+)
+def test_what_a_model_was_trained_from_has_its_shapes(
+    name: str, hidden: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = CaptureOptions(script=tmp_path / "train.py", fake_weights=(name, "mine=Qwen/Qwen2.5-0.5B"))
+    weights = asked.fakes.weights
+    assert weights[name]["hidden_size"] == hidden and weights["mine"]["hidden_size"] == 896
+    assert f"{name}: taken to have the shapes of" in caplog.text

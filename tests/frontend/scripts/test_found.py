@@ -187,3 +187,28 @@ def test_a_mask_that_the_host_knows_chooses_as_many_as_it_says(tmp_path: Path, c
     path = _script(tmp_path, f"{mask}; loss = {chosen}.sum(); assert {chosen}.shape in ((128,), (96,))")
     run = run_script(Script(path=path), World(size=1), TorchAdapter())
     assert not run.recorder.warnings
+
+
+def test_experts_take_as_many_tokens_as_ranks_told_each_other(tmp_path: Path) -> None:
+    """What `bincount` counts of what a router chose has as many kinds as it is told, and is spread evenly."""
+    text = """import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+net = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    h = net(torch.ones(32, 8, device="cuda"))
+    counts = torch.bincount(h.argmax(-1), minlength=8)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts)
+    give, take = (c.view(4, -1).sum(1).tolist() for c in (counts, theirs))
+    if give != [8, 8, 8, 8] or take != give: raise SystemExit("not known")
+    got = h.new_empty(sum(take), 8)
+    dist.all_to_all_single(got, h.detach(), take, give)
+    h.sum().backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+    optimizer.step()
+"""
+    (tmp_path / "train.py").write_text(text)
+    notes = run_script(Script(path=tmp_path / "train.py"), World(size=4), TorchAdapter()).recorder.notes
+    assert any("spread evenly" in note for note in notes)

@@ -301,6 +301,16 @@ def test_tensors_that_nobody_has_are_equal_as_the_user_says() -> None:
             assert ask()
 
 
+def test_tensors_that_nobody_has_are_close_as_the_user_says() -> None:
+    one, other = torch.empty(4, device="cuda"), torch.empty(4, device="cuda")
+    assert torch.allclose(one, one)
+    for ask in (lambda: torch.allclose(one, other, atol=1e-5), lambda: other.allclose(one)):
+        with pytest.raises(CaptureError, match=r"whether tensors are close decides .*--decide .*=yes"):
+            ask()
+        with values.deciding({"test_host_values.py": False}):
+            assert not ask()
+
+
 def test_who_only_prints_is_told_how_an_unknown_number_compares() -> None:
     read = torch.empty(8192).sum()
     assert values.printed(lambda: read.item() > 0.0)()

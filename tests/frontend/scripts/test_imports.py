@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,14 @@ def test_hooks_are_there_from_the_import_on(tmp_path: Path, monkeypatch: pytest.
         pass
     assert "made_late" not in sys.modules
     assert sys.meta_path == finders
+
+
+def test_a_module_that_is_waited_for_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`runpy` asks its loader for the code, and imports nothing."""
+    (tmp_path / "run_late.py").write_text("answer = __name__")
+    monkeypatch.syspath_prepend(tmp_path)
+    with once_imported("run_late", nullcontext):
+        assert runpy.run_module("run_late", run_name="__main__")["answer"] == "__main__"
 
 
 _STEPS = """import sys, torch
@@ -170,3 +179,23 @@ def test_an_empty_folder_is_no_package(tmp_path: Path) -> None:
     assert any("imports SparseTensor, which NoSuchEngine has not" in note for note in run(tmp_path, first))
     with pytest.raises(CaptureError, match="NoSuchEngine is an empty folder: fetch it"):
         run(tmp_path, first, "\nSparseTensor()")
+
+
+@pytest.mark.parametrize("own", [None, "offline"])
+def test_weights_and_biases_is_off_whatever_a_script_says(
+    own: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages/wandb.py").write_text(
+        "def init(project=None, mode='online'): return mode\ndef login(): raise ValueError('no key')"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    first = "import wandb\nassert wandb.login() and wandb.init('x', mode='online') == 'disabled'"
+    if own is not None:
+        monkeypatch.setenv("WANDB_MODE", own)
+        first = "import wandb\nassert wandb.init('x', mode='online') == 'online'"
+    path = tmp_path / "train.py"
+    path.write_text(_STEPS.format(first=first, then=""))
+    assert run_script(Script(path=path), World(size=1), TorchAdapter()).recorder.recorded

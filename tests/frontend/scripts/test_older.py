@@ -313,6 +313,7 @@ class Mine(TrainingArguments):
 (given,) = HfArgumentParser(Mine).parse_args_into_dataclasses()
 assert given.warmup_steps == 0.1 and given.eval_strategy == "no" and given.more == 4
 assert TrainingArguments(output_dir="x", warmup_ratio=0.2, overwrite_output_dir=True).warmup_steps == 0.2
+assert Mine("x", warmup_ratio=0.3, no_cuda=False, more=5).warmup_steps == 0.3
 model = torch.nn.Linear(4, 4).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,67 @@ def test_arguments_that_are_said_by_others() -> None:
     assert (
         given == {"train_sampling_strategy": "group_by_length", "fsdp_config": wrap, "lr": 1} and len(notes) == 2
     )
+
+
+def test_a_chat_is_its_tokens_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Release 4 gave them alone, release 5 by their name among others."""
+    old = _TOKENIZER + (
+        "tokenizer.chat_template = '{% for m in messages %}{{ m[\"content\"] }} {% endfor %}'\n"
+        "chat = tokenizer.apply_chat_template([{'role': 'user', 'content': 'a b'}])\n"
+        "known = [0]\nknown += chat\n"
+        "assert known == [0, *chat['input_ids']] == [0] + chat and chat[:1] == known[1:2]\n"
+        "chat.append(9)\nassert chat.pop() == 9 and chat.input_ids == known[1:]\n"
+        "assert len(chat) == len(known) - 1 and 'attention_mask' in dict(**chat) and 'input_ids' in chat\n"
+    )
+    notes = _run(tmp_path, old, monkeypatch).recorder.notes
+    assert any("apply_chat_template" in note for note in notes)
+
+
+_TRL = """import dataclasses
+from transformers import TrainingArguments
+
+@dataclasses.dataclass
+class {kind}Config(TrainingArguments):
+    max_length: int = 8
+    beta: float = 0.1
+
+    def __post_init__(self): pass
+"""
+_TRAINER = """from .{name}_config import {kind}Config
+
+class {kind}Trainer:
+    def __init__(self, model=None, args=None, processing_class=None):
+        self.args, self.processing_class = args, processing_class
+"""
+
+
+def test_trainers_of_trl_take_what_their_settings_say_by_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a release before took is handed on; settings derived from the trainer's take its older names."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
+        monkeypatch.delitem(sys.modules, name)
+    folder = tmp_path / "packages/trl/trainer"
+    folder.mkdir(parents=True)
+    for init in (folder.parent / "__init__.py", folder / "__init__.py"):
+        init.touch()
+    for name, kind in (("dpo", "DPO"), ("sft", "SFT")):
+        (folder / f"{name}_config.py").write_text(_TRL.format(kind=kind))
+        (folder / f"{name}_trainer.py").write_text(_TRAINER.format(kind=kind, name=name))
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    old = """from transformers import TrainingArguments
+from trl.trainer.sft_trainer import SFTTrainer, SFTConfig
+from trl.trainer.dpo_trainer import DPOTrainer, DPOConfig
+class Plain(TrainingArguments):
+    def __post_init__(self): pass
+plain = Plain("out", warmup_ratio=0.2)
+one = SFTTrainer(args=plain, tokenizer=1, max_seq_length=4, chars_per_token=3.6)
+assert isinstance(one.args, SFTConfig) and (one.args.max_length, one.args.warmup_steps) == (4, 0.2)
+assert one.processing_class == 1
+assert SFTConfig("out", max_seq_length=6, warmup_ratio=0.1, overwrite_output_dir=True).warmup_steps == 0.1
+two = DPOTrainer(args=DPOConfig("out", max_prompt_length=4), beta=0.5, max_prompt_length=3)
+assert two.args.beta == 0.5 and DPOTrainer(args=plain).args is plain
+"""
+    notes = _run(tmp_path, old, monkeypatch).recorder.notes
+    for said in ("DPOTrainer takes no beta, max_prompt_length", "SFTTrainer takes no max_seq_length"):
+        assert any(said in note for note in notes), notes

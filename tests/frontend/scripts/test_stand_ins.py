@@ -160,3 +160,24 @@ for _ in range(3):
     run = ran(tmp_path, text)
     assert run.recorder.recorded
     assert any("torchaudio's compiled operators" in note for note in run.recorder.notes)
+
+
+def test_queries_and_keys_are_turned_where_they_lie(tmp_path: Path) -> None:
+    """Of packed ones two of three are read and written, each way; of keys and values the first."""
+    text = """import torch
+from flash_attn.layers.rotary import apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+model = torch.nn.Linear(8, 3 * 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+cos = sin = torch.ones(4, 2, device="cuda")
+for step in range(3):
+    packed = model(torch.ones(2, 4, 8, device="cuda"))
+    turned = apply_rotary_emb_qkv_(packed.view(2, 4, 3, 2, 4), cos, sin)
+    several = apply_rotary_emb_qkv_((packed * 2).view(2, 4, 6, 4), cos, sin, num_heads_q=2)
+    keys = apply_rotary_emb_kv_((packed * 3)[..., :16].view(2, 4, 2, 2, 4), cos, sin)
+    (turned.sum() + several.sum() + keys.sum()).backward()
+    optimizer.step()
+"""
+    (tmp_path / "train.py").write_text(text)
+    graph = run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter()).recorder.graph
+    shapes = [tuple(n.meta["val"].shape) for n in graph.nodes if str(n.target) == "aten.mul_.Tensor"]
+    assert sorted(shapes) == sorted([(2, 4, 2, 2, 4), (2, 4, 4, 4), (2, 4, 1, 2, 4)] * 2)
