@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_map_only
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
 from echograph.frontend.pytorch.userfile import reason
-from echograph.frontend.scripts import places, smi, sparse, streams, values
+from echograph.frontend.scripts import packed, places, smi, sparse, streams, values
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.autocast import as_on_cuda
 from echograph.frontend.scripts.counts import guessed_size
@@ -635,8 +635,10 @@ class OnTheDevice(TorchFunctionMode):
         except DynamicOutputShapeException as error:
             if not finds(error.func):
                 raise
-            masks = _masks(args) if func in _CHOOSING else []
-            count = decided_size(str(error.func).split(".")[1], masks, self._note, self._warn)
+            operator = str(error.func).split(".")[1]
+            whole = func is torch.where or operator == "nms"  # chooses by what is no mask itself
+            masks = list(args[:1]) if whole else _masks(args) if func in _CHOOSING else []
+            count = decided_size(operator, masks, self._note, self._warn)
         with finding(count):
             return self._run(func, args, kwargs)
 
@@ -702,6 +704,43 @@ class OnTheDevice(TorchFunctionMode):
         with self:
             return func(args[0], torch.max(args[0]).item() + 1)
 
+    def _ctc(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of sequences whose lengths are numbers, by which its shapes go: those that are known, else all steps."""
+        names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        reduction = given.pop("reduction", "mean")
+        if reduction == "none" and not any(isinstance(given[name], Tensor) for name in names[2:4]):
+            return NotImplemented
+        log_probs, targets = given["log_probs"], given["targets"]
+        samples = log_probs.shape[1] if log_probs.dim() > 2 else 1
+        most = targets.shape[-1] if targets.dim() > 1 else targets.shape[0] // samples
+        for name, length in (("input_lengths", log_probs.shape[0]), ("target_lengths", most)):
+            given[name] = self._lengths(name, given[name], [length] * samples)
+        with self:  # the mean writes lengths into memory, which there is none of
+            losses = func(**given, reduction="none")
+            if reduction != "mean":
+                return losses.sum() if reduction == "sum" else losses
+            lengths = torch.tensor(given["target_lengths"], dtype=losses.dtype, device=losses.device)
+            return (losses / lengths.clamp(min=1).view_as(losses)).mean()
+
+    def _lengths(self, name: str, given: Any, most: list[int]) -> list[int]:
+        """Lengths of samples as numbers: those that are known, else the most that they may be, with a warning."""
+        known = known_values.told(given) if isinstance(given, Tensor) else given
+        if known is None:
+            self._warn(
+                f"{values.line_of_script()} takes {name} of sequences, which values decide: all are {most[0]}"
+            )
+            return most
+        return known.flatten().tolist() if isinstance(known, Tensor) else list(known)
+
+    def _bincount(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of as many bins as the script says, where nobody has the values: these are within."""
+        bins = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+        if not bins or known_values.is_known(args[0]):
+            return NotImplemented
+        with finding(bins):
+            return self._followed(func, args, kwargs)
+
     def _cuda(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._moved(lambda tensor: tensor, args[:1], {}, True)
 
@@ -750,7 +789,10 @@ class CountingDevice(OnTheDevice):
             self._counter.enter()
 
 
-_CHOOSING = (Tensor.__getitem__, torch.masked_select, Tensor.masked_select)
+_CHOOSING = (
+    Tensor.__getitem__, torch.masked_select, Tensor.masked_select, torch.where, Tensor.where, torch.nonzero,
+    Tensor.nonzero, torch.argwhere, Tensor.argwhere,
+)  # fmt: skip
 
 
 def _masks(values: Any) -> list[Tensor]:
@@ -858,17 +900,31 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
 def _recurrent(mode: OnTheDevice, func: Any, args: Any, kwargs: Any) -> Any:
     """A recurrent layer that is no operator of a capture's own (`pytorch.cudnn`), as a GPU has one of it."""
     del kwargs
-    if len(args) > 3 and isinstance(args[3], list | tuple):
-        raise CaptureError(
-            f"{values.line_of_script()}: '{func.__name__}' of packed sequences, whose lengths a capture does not "
-            "have: give it padded ones"
-        )
-    if mode._gpus and len(args[2]) % (4 if args[3] else 2):
+    weights, biases = args[3:5] if isinstance(args[3], list | tuple) else args[2:4]  # of packed sequences, or not
+    if mode._gpus and len(weights) % (4 if biases else 2):
         mode._warn(
             f"{values.line_of_script()} runs '{func.__name__}' with projections step by step, where a GPU runs "
             "cuDNN's kernels from one call: what is predicted of it is too long"
         )
     return NotImplemented
+
+
+def _unchecked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.jit.trace`, which would run what it traced once more and compare values."""
+    return lambda *args, **kwargs: original(*args, **kwargs | {"check_trace": False})
+
+
+def _pack(mode: OnTheDevice, _: Any, args: Any, __: Any) -> Any:
+    def unknown() -> None:
+        mode._warn(f"{values.line_of_script()} packs sequences, whose lengths values decide: all steps are taken")
+
+    with mode:
+        return packed.pack(args[0], args[1], args[2], unknown)
+
+
+def _pad(mode: OnTheDevice, _: Any, args: Any, __: Any) -> Any:
+    with mode:
+        return packed.pad(*args)
 
 
 def _deepcopy(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -893,6 +949,8 @@ _TAKING_MASKS = [
 ]
 _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
+    torch._pack_padded_sequence: _pack,
+    torch._pad_packed_sequence: _pad,
     **dict.fromkeys(QUESTIONS, OnTheDevice._question),
     **dict.fromkeys(PLACES, lambda mode, func, args, kwargs: PLACES[func](*args)),
     Tensor.data_ptr: lambda mode, func, args, kwargs: (
@@ -904,6 +962,8 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     torch.device: OnTheDevice._device,
     **dict.fromkeys(_TAKING_MASKS, OnTheDevice._masked),
     torch.nn.functional.one_hot: OnTheDevice._one_hot,
+    torch.nn.functional.ctc_loss: OnTheDevice._ctc,
+    **dict.fromkeys((torch.bincount, Tensor.bincount), OnTheDevice._bincount),
     Tensor.view: OnTheDevice._view,
     Tensor.type: OnTheDevice._type,
     Tensor.cuda: OnTheDevice._cuda,
@@ -947,6 +1007,8 @@ def present(
         for answer in (*answers(world), *_moves(world), *_streams(), *values.installed(), *sparse.installed()):
             enter(answer)
         enter(patched(torch.amp.GradScaler, "_maybe_opt_step", _always_steps))
+        for name in ("trace", "trace_module"):
+            enter(patched(torch.jit, name, _unchecked))
         for owner in (_foreach_utils, optimizer):
             enter(replaced(owner, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]))
         enter(_foreach_of_fakes())

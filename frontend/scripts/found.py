@@ -72,7 +72,7 @@ def _mask_of(args: tuple[Any, ...]) -> Tensor | None:
 
 def _most(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """How many elements an operator finds at most; None where nothing bounds them."""
-    if operator == "aten.repeat_interleave.Tensor":
+    if operator in ("aten.repeat_interleave.Tensor", "aten.bincount.default"):
         return None
     if operator == "aten.masked_select.default":
         return prod(torch.broadcast_shapes(args[0].shape, args[1].shape))  # type: ignore[no-untyped-call]
@@ -100,6 +100,11 @@ def _kept(count: int, _: Any, boxes: Tensor, *__: Any) -> Tensor:
 
 def _repeated(count: int, _: Any, repeats: Tensor, *, output_size: int | None = None) -> Tensor:
     return repeats.new_empty((count if output_size is None else output_size,))
+
+
+def _bins(count: int, _: Any, given: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
+    return given.new_empty((max(count, minlength),), dtype=dtype)
 
 
 def _indexed(count: int, func: Any, given: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
@@ -152,6 +157,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "aten.masked_select.default": _chosen,
     "aten.index.Tensor": _indexed,
     "aten.repeat_interleave.Tensor": _repeated,
+    "aten.bincount.default": _bins,
     "aten._unique2.default": _unique,
     "aten.unique_dim.default": _unique_rows,
     "aten.unique_consecutive.default": _unique_runs,
