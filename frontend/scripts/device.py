@@ -662,13 +662,16 @@ class OnTheDevice(TorchFunctionMode):
 
     def _masked(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What takes a mask of bytes, as it did before there were booleans, takes one of as many truth values."""
-        mask = kwargs.get("mask", args[1] if len(args) > 1 else None)
+        name, place = ("condition", int(func is Tensor.where)) if "where" in func.__name__ else ("mask", 1)
+        mask = kwargs.get(name, args[place] if len(args) > place else None)
         if not isinstance(mask, Tensor) or mask.dtype != torch.uint8:
             return NotImplemented
         self._note(f"{func.__name__} takes no mask of bytes any more: it is read as one of booleans")
         mask = self.__torch_function__(Tensor.view, (), (mask, torch.bool))
-        by_name = "mask" in kwargs
-        args, kwargs = (args, kwargs | {"mask": mask}) if by_name else ((args[0], mask, *args[2:]), kwargs)
+        if name in kwargs:
+            kwargs = kwargs | {name: mask}
+        else:
+            args = (*args[:place], mask, *args[place + 1 :])
         return self.__torch_function__(func, (), args, kwargs)
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -943,7 +946,7 @@ def _deepcopy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _TAKING_MASKS = [
     getattr(owner, name)
-    for name in ("masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_", "masked_select")
+    for name in ("masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_", "masked_select", "where")
     for owner in (torch, Tensor)
     if hasattr(owner, name)
 ]

@@ -570,7 +570,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         return any(isinstance(one, torch.nn.Parameter) or id(one) in learnt for one in inputs)
 
     def _evaluates(self) -> None:
-        """A module with parameters runs without gradients: in each step, or now and then.
+        """A module with parameters runs without gradients, or set to evaluate: in each step, or now and then.
 
         Where it runs so before a step has learnt anything, and did not in any step before, it is an evaluation, or
         draws samples; a teacher runs so in the first step, too, and what acts before it learns.
@@ -578,7 +578,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         if not self._moves or self._learnt:
             return
         if self._recording:
-            self._put_off("runs modules without gradients, as none before it did (samples, an evaluation)")
+            self._put_off(
+                "runs modules without gradients, or set to evaluate, as none before it did (samples, an evaluation)"
+            )
         self._moves = False
 
     def _put_off(self, why: str) -> None:
@@ -601,7 +603,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             self.memory.add_root(module)
             self._trains = any(True for _ in module.parameters()) and not self._paused
             if self.phase == FORWARD and self._trains:
-                if torch.is_grad_enabled():
+                if torch.is_grad_enabled() and module.training:
                     self._learnt = True
                 else:
                     self._evaluates()
