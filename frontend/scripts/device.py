@@ -82,6 +82,10 @@ _DOWNLOAD = (
     "counts, as HF_HOME's)"
 )
 _SHADOWED = "the script's own {} comes before the package {}, which another one asks for: take that package away"
+_BEHIND = (
+    "the package {0} comes before the script's own {1}/{0}.py, on real ranks as well: take it away, or put {1} "
+    "into PYTHONPATH"
+)
 _NOT_THERE = "what it looks for is not there: give it where the script's README says that it comes from"
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
@@ -131,6 +135,14 @@ _REMEDIES = (
     (
         r"Cannot view a tensor with shape|view size is not compatible",
         "as on real ranks: what it views does not lie in memory so, which today's PyTorch refuses: reshape copies",
+    ),
+    (
+        r"only 0-dimensional arrays can be converted",
+        'as on real ranks: NumPy of 2.4 takes no array of one number for a number any more: install "numpy<2.4"',
+    ),
+    (
+        r"EOF when reading a line",
+        "it asks for a line, which it reads from the capture's standard input: echo y | echoc capture ...",
     ),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
@@ -225,10 +237,12 @@ def remedy(error: BaseException, script: Path) -> str:
     called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
     # A file that is not there is in no version.
     other_version = called or isinstance(error, AttributeError | ImportError) or _raising(error)
-    if not known and not other_version and isinstance(error, _OF_OTHER_VERSIONS) and (told := unmet(script)):
-        return f"{told}, {_OTHER_VERSION}"
+    if not known and not other_version and isinstance(error, _OF_OTHER_VERSIONS) and not _meant(error):
+        return f"{told}, {_OTHER_VERSION}" if (told := unmet(script)) else ""
     if known or not other_version or isinstance(error, OSError):
         return known
+    if own := _own_behind(error):
+        return own
     raising = _raising(error)
     packages = list(dict.fromkeys((*(_called(text) if called else _owner(error)), *raising)))
     other = next(filter(None, (unmet(script, package) for package in (*packages, "torch"))), "")
@@ -246,6 +260,12 @@ def _url(error: BaseException) -> str:
     return asked if isinstance(asked, str) else str(asked.full_url)
 
 
+def _meant(error: BaseException) -> bool:
+    """Whether a script raises what it raised by a statement of its own, whose text says why."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and (frames[-1].line or "").lstrip().startswith("raise ")
+
+
 def _owner(error: BaseException) -> list[str]:
     """The package of what lacks an attribute: a module, or an object of a class."""
     if not isinstance(error, AttributeError):
@@ -255,6 +275,16 @@ def _owner(error: BaseException) -> list[str]:
         return []
     name = lacking.__name__ if isinstance(lacking, ModuleType) else type(lacking).__module__
     return [name.partition(".")[0]]
+
+
+def _own_behind(error: BaseException) -> str:
+    """Where a module lacks a name since a package comes before the script's own of that name; "": it does not."""
+    module = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    if not isinstance(module, ModuleType) or "." in module.__name__ or not package_of(module.__file__ or ""):
+        return ""
+    places = (Path(folder or ".", f"{module.__name__}.py") for folder in sys.path)
+    own = next((place for place in places if place.is_file() and not package_of(str(place))), None)
+    return "" if own is None else _BEHIND.format(module.__name__, own.parent.name)
 
 
 def _here(package: str) -> str:
@@ -691,6 +721,16 @@ class OnTheDevice(TorchFunctionMode):
         """A number alone is a GPU's."""
         return torch.device("cuda", args[0]) if self._gpus and args and type(args[0]) is int else NotImplemented
 
+    def _first(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The first of a tensor without dimensions is itself, as it was before PyTorch 0.5: `loss.data[0]`."""
+        if type(args[1]) is not int or args[1] != 0 or args[0].dim():
+            return NotImplemented
+        line = values.caller() or "PyTorch"
+        self._note(
+            f"{line} takes the first of a tensor without dimensions, as PyTorch before 0.5 let it: it is that"
+        )
+        return args[0]
+
     def _type(self, func: Any, args: Any, kwargs: Any) -> Any:
         if len(args) > 1 and args[1] in OLD_TYPES.values():
             return self._moved(Tensor.to, (args[0], args[1].dtype), {}, True)
@@ -968,6 +1008,7 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     torch.nn.functional.ctc_loss: OnTheDevice._ctc,
     **dict.fromkeys((torch.bincount, Tensor.bincount), OnTheDevice._bincount),
     Tensor.view: OnTheDevice._view,
+    Tensor.__getitem__: OnTheDevice._first,
     Tensor.type: OnTheDevice._type,
     Tensor.cuda: OnTheDevice._cuda,
     Tensor.to: OnTheDevice._to,

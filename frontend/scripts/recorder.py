@@ -567,7 +567,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             return True
         groups = (group for made in self.memory.made_optimizers for group in made.param_groups)
         learnt = {id(parameter) for group in groups for parameter in group["params"]}
-        return any(isinstance(one, torch.nn.Parameter) or id(one) in learnt for one in inputs)
+        leaves = [one for one in inputs if getattr(one, "is_leaf", True)]
+        return any(isinstance(one, torch.nn.Parameter) or id(one) in learnt for one in leaves)
 
     def _evaluates(self) -> None:
         """A module with parameters runs without gradients, or set to evaluate: in each step, or now and then.
@@ -579,7 +580,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             return
         if self._recording:
             self._put_off(
-                "runs modules without gradients, or set to evaluate, as none before it did (samples, an evaluation)"
+                "runs modules without gradients, or set to evaluate, as none before (samples, an evaluation)"
             )
         self._moves = False
 

@@ -252,6 +252,42 @@ def test_what_is_traced_counted_and_aligned(tmp_path: Path) -> None:
     assert "takes target_lengths of sequences, which values decide: all are 2" in told
 
 
+OLDER = """
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    out = model(torch.randn(4, 8).cuda())
+    flat = (out == 0).prod(-1, keepdim=True, dtype=torch.uint8)
+    loss = torch.where(flat, torch.zeros(1).cuda(), out).where(flat, out).sum()
+    print(loss.data[0], torch.zeros(1)[0][0].item())
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_masks_of_bytes_and_the_first_of_a_number_are_as_they_were(tmp_path: Path) -> None:
+    notes = " ".join(run(tmp_path, OLDER).recorder.notes)
+    assert "where takes no mask of bytes any more" in notes
+    assert "train.py:9 takes the first of a tensor without dimensions" in notes
+    assert "IndexError" in refused(tmp_path, OLDER.replace("data[0]", "data[1]"))
+
+
+def test_who_raises_says_why_himself_and_a_package_before_the_scripts_own_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "requirements.txt").write_text("numpy==1.2\n")
+    assert "numpy" not in refused(tmp_path, "raise ValueError('wrong')\n" + BEGIN)
+    package = tmp_path / "site-packages" / "held"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(package.parent))
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "held.py").write_text("load = 1")
+    text = f"import sys\nsys.path.append({str(tmp_path / 'core')!r})\nimport held\nheld.load\n"
+    assert "the package held comes before the script's own core/held.py" in refused(tmp_path, text + BEGIN)
+
+
 CONFIGURED = """import triton
 configs = [triton.Config({"BLOCK": size}, num_warps=4) for size in (64, 32)]
 least = min(configs, key=lambda config: config.kwargs["BLOCK"] * config.num_stages)
