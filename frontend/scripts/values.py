@@ -231,8 +231,9 @@ def decided_size(operator: str, masks: Sequence[Tensor], note: NoteTaker, warn: 
     """How many elements an operator finds, of which values say how many.
 
     What a mask chooses (`x[mask]`, `mask.nonzero()`), or what is not suppressed (`nms`), is all of it, unless the
-    user says otherwise: valid pixels, points within a box, tokens that count are most. What else is looked for
-    (`nonzero` of numbers, `unique`) may be a few of many.
+    user says otherwise: valid pixels, points within a box, tokens that count are most. Where the mask says whether
+    the largest of several is a certain one (`chosen == expert`), each of them is as often as any other. What else is
+    looked for (`nonzero` of numbers, `unique`) may be a few of many.
 
     Args:
         operator: by name, for the line that asks.
@@ -248,6 +249,14 @@ def decided_size(operator: str, masks: Sequence[Tensor], note: NoteTaker, warn: 
     if chosen is None and (frame := _asking()) is not None and writes_back(frame):
         note(f"{where} writes elements to where it reads them, which values choose: all are taken to be chosen")
         return ALL
+    among = next((getattr(mask, _ONE_OF) for mask in masks if hasattr(mask, _ONE_OF)), 0)
+    if chosen is None and among:
+        share = max(1, masks[0].numel() // among)
+        warn(
+            f"{where} takes what one of {among} is chosen for, which values decide: all are taken to be chosen as "
+            f"often, {share:,} times of {masks[0].numel():,}; --decide {where}=COUNT says how many"
+        )
+        return share
     if chosen is None and masks:
         warn(
             f"{where} takes what a mask chooses, which values decide: all {masks[0].numel():,} elements of it are "
@@ -596,11 +605,44 @@ def _ordered(func: Any, args: tuple[Any, ...], out: Tensor) -> bool | None:
     return _going_on() if is_kept(frame) else None
 
 
+_ONE_OF = "_echograph_one_of"
+"""Of indices of the largest of several, and of masks that say where it is a certain one: how many these are."""
+_LARGEST = (torch.topk, Tensor.topk, torch.max, Tensor.max, torch.argmax, Tensor.argmax)
+_RESHAPING = (
+    Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.squeeze, torch.squeeze,
+    Tensor.unsqueeze, torch.unsqueeze, Tensor.permute, torch.permute, Tensor.transpose, torch.transpose, Tensor.t,
+    Tensor.__getitem__, Tensor.bool, Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.cuda,
+    Tensor.cpu, Tensor.long, Tensor.int, Tensor.unbind, torch.unbind,
+)  # fmt: skip
+
+
+def _keep_one_of(func: Any, args: tuple[Any, ...], out: Any) -> None:
+    """Marks indices of the largest of several (`scores.topk(2)`), and where these are one of them."""
+    one = args[0] if args and isinstance(args[0], FakeTensor) else None
+    if one is None or is_known(one):
+        return
+    if func in _LARGEST:
+        made = out if isinstance(out, Tensor) else out[1]
+        if made.is_floating_point() or not made.numel() or not one.dim():
+            return
+        sizes = zip(one.shape, made.shape, strict=False)
+        cut = [size for size, left in sizes if size != left] if made.dim() == one.dim() else []
+        count = cut[0] if cut else one.shape[-1] if made.dim() == one.dim() else one.numel() // made.numel()
+        setattr(made, _ONE_OF, count)
+    elif func is torch.nn.functional.one_hot:
+        setattr(out, _ONE_OF, out.shape[-1])
+    elif hasattr(one, _ONE_OF) and (func in _RESHAPING or _COMPARING.get(func) == "eq"):
+        for made in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(made, FakeTensor) and made is not one:
+                setattr(made, _ONE_OF, getattr(one, _ONE_OF))
+
+
 def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
     """Marks a tensor that says whether values are finite, or is made of one that does, with what it says.
 
     A small one has it as values that are known, so that it is known what is made of these in any other way.
     """
+    _keep_one_of(func, args, out)
     if not isinstance(out, Tensor):
         return
     known = _ASKING_FINITE.get(func)

@@ -190,3 +190,21 @@ def test_a_mask_that_the_host_knows_chooses_as_many_as_it_says(tmp_path: Path, c
     path = _script(tmp_path, f"{mask}; loss = {chosen}.sum(); assert {chosen}.shape in ((128,), (96,))")
     run = run_script(Script(path=path), World(size=1), TorchAdapter())
     assert not run.recorder.warnings
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "chosen = out.topk(2)[1]; at, _ = torch.where(chosen == 3); loss = out[at].sum()",
+        "at = (out.topk(2, dim=-1).indices.view(-1) == 3).nonzero().squeeze(1); loss = out[at // 2].sum()",
+        "hot = torch.nn.functional.one_hot(out.topk(2)[1], 8).permute(2, 1, 0); at = torch.where(hot[3])[1]; "
+        "loss = out[at].sum()",
+        "chosen = out.topk(2)[1].flatten(); loss = out.repeat(2, 1)[chosen == 3].sum()",
+    ],
+)
+def test_of_what_one_of_several_is_chosen_for_each_has_its_share(tmp_path: Path, line: str) -> None:
+    """As a loop over experts: 32 tokens choose two of eight."""
+    script = _script(tmp_path, line)
+    assert (8, 8) in [_shape(node.meta["val"]) for node in _nodes(script, {})]
+    (told,) = run_script(Script(path=script), World(size=1), TorchAdapter()).recorder.warnings
+    assert told.startswith(f"train.py:{_LINE} takes what one of 8 is chosen for") and "8 times of 64" in told
