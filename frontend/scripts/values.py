@@ -232,8 +232,8 @@ def decided_size(operator: str, masks: Sequence[Tensor], note: NoteTaker, warn: 
 
     What a mask chooses (`x[mask]`, `mask.nonzero()`), or what is not suppressed (`nms`), is all of it, unless the
     user says otherwise: valid pixels, points within a box, tokens that count are most. Where the mask says whether
-    the largest of several is a certain one (`chosen == expert`), each of them is as often as any other. What else is
-    looked for (`nonzero` of numbers, `unique`) may be a few of many.
+    the largest of several is a certain one (`chosen == expert`), each of them is as often as any other. What is
+    looked for otherwise (`nonzero` of numbers, `unique`) may be a few of many.
 
     Args:
         operator: by name, for the line that asks.
