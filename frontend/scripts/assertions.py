@@ -191,7 +191,7 @@ class _Raising(ast.NodeVisitor):
             self._add(node.test, False)
         elif self._goes_on(node.body):
             self._guess(node.test, False)
-        elif all(map(_gathers, [*node.body, *node.orelse])) and not all(map(_sets, node.body)):
+        elif all(map(_gathers, [*node.body, *node.orelse])) and not all(map(_idles, node.body)):
             self._guess(node.test, True)
         self.generic_visit(node)
 
@@ -361,7 +361,7 @@ _GATHERING = ("append", "add", "extend")
 
 def _gathers(statement: ast.stmt) -> bool:
     """Whether a statement does no more than put what is there in a list or a set, or remember it."""
-    if _tells(statement) or isinstance(statement, ast.Pass) or _sets(statement):
+    if _tells(statement) or _idles(statement):
         return True
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
         return False
@@ -373,6 +373,11 @@ def _gathers(statement: ast.stmt) -> bool:
 def _sets(statement: ast.stmt) -> bool:
     """Whether a statement gives a name a constant."""
     return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
+
+
+def _idles(statement: ast.stmt) -> bool:
+    """Whether a statement does nothing, or remembers a constant."""
+    return isinstance(statement, ast.Pass) or _sets(statement)
 
 
 def _exits(statement: ast.stmt) -> bool:

@@ -379,7 +379,11 @@ def _arithmetic(kind: type, name: str) -> Any:
         made = plain(self, *others)
         if isinstance(made, float):
             return StandInNumber(made, self.where)
-        counts = self.counts and name in ("__add__", "__radd__") and not any(map(_is_less_than_none, others))
+        counts = (
+            getattr(self, "counts", False)
+            and name in ("__add__", "__radd__")
+            and not any(map(_is_less_than_none, others))
+        )
         return StandInInteger(made, self.where, counts=counts) if type(made) is int else made
 
     return operate
