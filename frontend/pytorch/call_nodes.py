@@ -300,13 +300,28 @@ _BITSANDBYTES: Mapping[str, Formula] = {
 }
 
 
+def _by_groups(whole: Formula) -> Formula:
+    """FLOPs of a convolution's gradients, of which PyTorch's formula counts the weight's for each of its groups.
+
+    A channel of a group meets the channels of that group alone, as in the forward pass and the input's gradient.
+    """
+
+    def flops(*args: Any, **named: Any) -> int:
+        groups, of = args[9:11]
+        of_input = int(whole(*args[:10], [of[0], False, False], **named))
+        return of_input + int(whole(*args[:10], [False, of[1], False], **named)) // int(groups)
+
+    return flops
+
+
 @cache
 def formulas() -> Mapping[Any, Formula]:
     """Operator packet -> formula that takes the operator's arguments and `out_val`."""
     from torch.utils.flop_counter import flop_registry, shape_wrapper
 
     wrapped: Formula = shape_wrapper(grouped_mm_flops)  # type: ignore[no-untyped-call]
-    return {**flop_registry, torch.ops.aten._grouped_mm: wrapped}
+    both = torch.ops.aten.convolution_backward
+    return {**flop_registry, torch.ops.aten._grouped_mm: wrapped, both: _by_groups(flop_registry[both])}
 
 
 def node_flops(node: Node) -> int:

@@ -38,6 +38,9 @@ MOST_REPEATED = 1 << 26
 _REPEATING = (Tensor.expand, torch.broadcast_to)
 _VALUES = "_echograph_values"
 _UNKNOWN = object()
+_BLANK = "_echograph_blank"
+MOST_FILLED = 1 << 12
+"""Elements of a tensor of no values yet that are followed as they are given one by one."""
 _ALIKE = "_echograph_alike"
 _COUNTING = (torch.histc, Tensor.histc, torch.bincount, Tensor.bincount)
 _EXCHANGES = ("_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor")
@@ -116,6 +119,15 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, m
     if func is Tensor.expand_as:  # of the other one the shape alone counts
         func, args, kwargs = Tensor.expand, (args[0], *(args[1].shape if args[1:] else kwargs["other"].shape)), {}
     first = first_of(func, args, kwargs)
+    if func is torch.empty and isinstance(out, FakeTensor) and out.numel() <= MOST_FILLED:
+        with apart():
+            parts = torch.zeros(out.shape, dtype=out.dtype), torch.zeros(out.shape, dtype=torch.bool)
+        setattr(out, _BLANK, parts)
+    elif _BLANK in getattr(first, "__dict__", ()):
+        blank = first.__dict__.pop(_BLANK)  # whoever else is given it may write to it
+        if func is Tensor.__setitem__:
+            _fill(first, blank, args[1:])
+            return
     if func in _MADE_LIKE and isinstance(out, FakeTensor) and is_small(out):
         with apart():
             args = (torch.empty(first.shape if "like" in func.__name__ else 0, dtype=torch.bool), *args[1:])
@@ -152,6 +164,18 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, m
             setattr(tensor, _VALUES, value)
             if rest_on_ranks(args):
                 setattr(tensor, _ALIKE, True)
+
+
+def _fill(tensor: FakeTensor, blank: tuple[Tensor, Tensor], item: tuple[Any, ...]) -> None:
+    """Follows what a tensor of no values is given part by part: once it has them all, they are known."""
+    values, given = blank
+    part: Any = _with_values(item) if _is_own(tensor) else _UNKNOWN
+    if part is _UNKNOWN:
+        return
+    with apart():
+        values[part[0]], given[part[0]] = part[1], True
+        done = bool(given.all())
+    setattr(tensor, _VALUES if done else _BLANK, values if done else blank)
 
 
 def first_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,9 +1,10 @@
 """What the text of a script tells where it asks for values: which way it goes on, and what it does with elements.
 
-Which way it goes is told where the other way raises, prints or counts: assertions, and branches that do no more;
-where it asks whether a mask chooses anything, and takes what it chooses: that is all of it; where it keeps what
-is better than the best so far: what comes is better; and where it scales by what it compares: gradients are
-clipped.
+Which way it goes is told where the other way raises, ends the script, prints or counts: assertions, and branches
+that do no more; where it asks whether a mask chooses anything, and takes what it chooses: that is all of it; where
+it keeps what is better than the best so far: what comes is better; and where it scales by what it compares:
+gradients are clipped. What leaves a loop, or a round of it, is a guess that is told: the loop goes on. So is what
+puts something in a list: it is put there.
 
 A script that trains goes on there, so what it asserts of values is taken to hold. Where exceptions are caught in
 place, it may go either way.
@@ -30,6 +31,24 @@ def holds(frame: FrameType) -> bool | None:
     """
     span = _part_of(frame)
     return None if span is None else _required(frame.f_code.co_filename).required.get(span)
+
+
+def guessed(frame: FrameType) -> bool:
+    """Whether what `holds` says of a frame is a guess: of how often a loop goes round, or what a list holds."""
+    span = _part_of(frame)
+    return span is not None and span in _required(frame.f_code.co_filename).guesses
+
+
+def looks_up(frame: FrameType) -> bool:
+    """Whether a frame looks something up in a table: `words[index]`, `counts.get(index, 0)`."""
+    span = _span_of(frame)
+    return span is not None and span in _looked_up(frame.f_code.co_filename)
+
+
+def is_kept(frame: FrameType) -> bool:
+    """Whether a frame says which of two is better and keeps that for later: `is_best = acc > best`."""
+    span = _span_of(frame)
+    return span is not None and span in _required(frame.f_code.co_filename).kept
 
 
 def goes_round(frame: FrameType) -> bool | None:
@@ -97,6 +116,14 @@ def _bounded(file: str) -> frozenset[_Span]:
 
 
 @cache
+def _looked_up(file: str) -> frozenset[_Span]:
+    """What is looked up in a file."""
+    nodes = list(ast.walk(_tree(file)))
+    gets = (node for node in nodes if isinstance(node, ast.Call) and _name(node) in ("get", "setdefault", "add"))
+    return frozenset(map(_span, [*(node for node in nodes if isinstance(node, ast.Subscript)), *gets]))
+
+
+@cache
 def _written_back(file: str) -> frozenset[_Span]:
     """Elements that are read in a file, where the statement assigns to those of the same index."""
     found: list[ast.expr] = []
@@ -134,14 +161,18 @@ class _Raising(ast.NodeVisitor):
         self.required: dict[_Span, bool] = {}
         self.parts: dict[_Span, list[_Span]] = {}
         self.rounds: dict[_Span, bool] = {}
+        self.guesses: set[_Span] = set()
+        self.kept: set[_Span] = set()
         self._caught = 0
+        self._loops: list[type[ast.stmt]] = []
         self._within: list[ast.stmt] = []
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         """What a function asks of a mask goes by what it takes with it."""
-        before, self._within = self._within, node.body
+        before = self._within, self._loops
+        self._within, self._loops = node.body, []
         self.generic_visit(node)
-        self._within = before
+        self._within, self._loops = before
 
     def visit_Assert(self, node: ast.Assert) -> None:
         """It raises unless its test is true."""
@@ -159,15 +190,40 @@ class _Raising(ast.NodeVisitor):
         if _ordered(node.test) and not node.orelse and _scales(node.body, _ordered(node.test)):
             self._add(node.test, True)
         raises = plain and isinstance(node.body[-1], ast.Raise) and not self._caught
-        if raises or (all(map(_tells, node.body)) and not node.orelse):
+        if raises or (plain and _exits(node.body[-1])) or (all(map(_tells, node.body)) and not node.orelse):
             self._add(node.test, False)
+        elif self._goes_on(node.body):
+            self._guess(node.test, False)
+        elif all(map(_gathers, [*node.body, *node.orelse])) and not all(map(_idles, node.body)):
+            self._guess(node.test, True)
         self.generic_visit(node)
+
+    def _goes_on(self, body: list[ast.stmt]) -> bool:
+        """Whether statements do no more than leave a loop of so many rounds, or a round of any."""
+        leaves = isinstance(body[-1], ast.Continue) or (
+            isinstance(body[-1], ast.Break) and self._loops[-1:] == [ast.For]
+        )
+        return leaves and all(isinstance(part, ast.Expr) or _sets(part) for part in body[:-1])
+
+    def _guess(self, test: ast.expr, wanted: bool) -> None:
+        for part, value in _parts(test, wanted):
+            if _span(part) not in self.required:
+                self.required[_span(part)] = value
+                self.guesses.add(_span(part))
+
+    def visit_For(self, node: ast.For) -> None:
+        """It goes round as often as there is something."""
+        self._loops.append(ast.For)
+        self.generic_visit(node)
+        self._loops.pop()
 
     def visit_While(self, node: ast.While) -> None:
         """It goes round while its test is true."""
         self._branch(node, node.test)
         self.rounds |= {_span(part): value for part, value in _parts(node.test, True)}
+        self._loops.append(ast.While)
         self.generic_visit(node)
+        self._loops.pop()
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
         """It takes what is there."""
@@ -190,6 +246,7 @@ class _Raising(ast.NodeVisitor):
         for part in parts:
             if best and _ordered(part.value) in best:
                 self.required.setdefault(_span(part.value), True)
+                self.kept.add(_span(part.value))
         self.generic_visit(node)
 
     def visit_Try(self, node: ast.Try) -> None:
@@ -336,6 +393,41 @@ def _selects(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Attribute) and call.func.attr == "masked_select"
 
 
+_PLAIN = ("int", "str", "float", "chr", "len", "round", "tuple", "list", "min", "max", "abs", "item", "join")
+_GATHERING = ("append", "add", "extend")
+
+
+def _gathers(statement: ast.stmt) -> bool:
+    """Whether a statement does no more than put what is there in a list or a set, or remember it."""
+    if _tells(statement) or _idles(statement):
+        return True
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return False
+    call = statement.value
+    calls = [part for given in call.args for part in ast.walk(given) if isinstance(part, ast.Call)]
+    return _name(call) in _GATHERING and all(_name(part) in _PLAIN for part in calls)
+
+
+def _sets(statement: ast.stmt) -> bool:
+    """Whether a statement gives a name a constant."""
+    return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
+
+
+def _idles(statement: ast.stmt) -> bool:
+    """Whether a statement does nothing, or remembers a constant."""
+    return isinstance(statement, ast.Pass) or _sets(statement)
+
+
+def _exits(statement: ast.stmt) -> bool:
+    """Whether a statement ends the script: `sys.exit(1)`."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(call, ast.Call) and _name(call) in ("exit", "_exit", "quit")
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
 _PRINTING = ("print", "debug", "info", "warn", "warning", "error", "critical", "exception")
 
 
@@ -347,9 +439,8 @@ def _tells(statement: ast.stmt) -> bool:
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call):
         return False
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     calls = (part for given in (*call.args, *call.keywords) for part in ast.walk(given))
-    return name in _PRINTING and not any(isinstance(part, ast.NamedExpr | ast.Await) for part in calls)
+    return _name(call) in _PRINTING and not any(isinstance(part, ast.NamedExpr | ast.Await) for part in calls)
 
 
 def _parts(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:

@@ -47,12 +47,12 @@ from torch.utils._pytree import tree_map_only
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import known_values
 from echograph.frontend.pytorch.userfile import reason
-from echograph.frontend.scripts import places, smi, sparse, streams, values
+from echograph.frontend.scripts import packed, places, smi, sparse, streams, values
 from echograph.frontend.scripts.adapter import once_imported, patched, replaced
 from echograph.frontend.scripts.autocast import as_on_cuda
 from echograph.frontend.scripts.counts import guessed_size
 from echograph.frontend.scripts.fakes import option_for
-from echograph.frontend.scripts.found import bins, finding, finds
+from echograph.frontend.scripts.found import finding, finds
 from echograph.frontend.scripts.installed import package_of
 from echograph.frontend.scripts.places import OLD_TYPES, is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
@@ -82,6 +82,10 @@ _DOWNLOAD = (
     "counts, as HF_HOME's)"
 )
 _SHADOWED = "the script's own {} comes before the package {}, which another one asks for: take that package away"
+_BEHIND = (
+    "the package {0} comes before the script's own {1}/{0}.py, on real ranks as well: take it away, or put {1} "
+    "into PYTHONPATH"
+)
 _NOT_THERE = "what it looks for is not there: give it where the script's README says that it comes from"
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
@@ -131,6 +135,14 @@ _REMEDIES = (
     (
         r"Cannot view a tensor with shape|view size is not compatible",
         "as on real ranks: what it views does not lie in memory so, which today's PyTorch refuses: reshape copies",
+    ),
+    (
+        r"only 0-dimensional arrays can be converted",
+        'as on real ranks: NumPy of 2.4 takes no array of one number for a number any more: install "numpy<2.4"',
+    ),
+    (
+        r"EOF when reading a line",
+        "it asks for a line, which it reads from the capture's standard input: echo y | echoc capture ...",
     ),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
@@ -225,10 +237,12 @@ def remedy(error: BaseException, script: Path) -> str:
     called = isinstance(error, TypeError) and re.search(r"(positional|keyword) argument", text)
     # A file that is not there is in no version.
     other_version = called or isinstance(error, AttributeError | ImportError) or _raising(error)
-    if not known and not other_version and isinstance(error, _OF_OTHER_VERSIONS) and (told := unmet(script)):
-        return f"{told}, {_OTHER_VERSION}"
+    if not known and not other_version and isinstance(error, _OF_OTHER_VERSIONS) and not _meant(error):
+        return f"{told}, {_OTHER_VERSION}" if (told := unmet(script)) else ""
     if known or not other_version or isinstance(error, OSError):
         return known
+    if own := _own_behind(error):
+        return own
     raising = _raising(error)
     packages = list(dict.fromkeys((*(_called(text) if called else _owner(error)), *raising)))
     other = next(filter(None, (unmet(script, package) for package in (*packages, "torch"))), "")
@@ -246,6 +260,12 @@ def _url(error: BaseException) -> str:
     return asked if isinstance(asked, str) else str(asked.full_url)
 
 
+def _meant(error: BaseException) -> bool:
+    """Whether a script raises what it raised by a statement of its own, whose text says why."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and (frames[-1].line or "").lstrip().startswith("raise ")
+
+
 def _owner(error: BaseException) -> list[str]:
     """The package of what lacks an attribute: a module, or an object of a class."""
     if not isinstance(error, AttributeError):
@@ -255,6 +275,16 @@ def _owner(error: BaseException) -> list[str]:
         return []
     name = lacking.__name__ if isinstance(lacking, ModuleType) else type(lacking).__module__
     return [name.partition(".")[0]]
+
+
+def _own_behind(error: BaseException) -> str:
+    """Where a module lacks a name since a package comes before the script's own of that name; "": it does not."""
+    module = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    if not isinstance(module, ModuleType) or "." in module.__name__ or not package_of(module.__file__ or ""):
+        return ""
+    places = (Path(folder or ".", f"{module.__name__}.py") for folder in sys.path)
+    own = next((place for place in places if place.is_file() and not package_of(str(place))), None)
+    return "" if own is None else _BEHIND.format(module.__name__, own.parent.name)
 
 
 def _here(package: str) -> str:
@@ -641,9 +671,10 @@ class OnTheDevice(TorchFunctionMode):
         except DynamicOutputShapeException as error:
             if not finds(error.func):
                 raise
-            masks = _masks(args) if func in _CHOOSING else []
             operator = str(error.func).split(".")[1]
-            count = bins(func, args, kwargs) or decided_size(operator, masks, self._note, self._warn)
+            whole = func is torch.where or operator == "nms"  # chooses by what is no mask itself
+            masks = list(args[:1]) if whole else _masks(args) if func in _CHOOSING else []
+            count = decided_size(operator, masks, self._note, self._warn)
         with finding(count):
             return self._run(func, args, kwargs)
 
@@ -667,13 +698,16 @@ class OnTheDevice(TorchFunctionMode):
 
     def _masked(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What takes a mask of bytes, as it did before there were booleans, takes one of as many truth values."""
-        mask = kwargs.get("mask", args[1] if len(args) > 1 else None)
+        name, place = ("condition", int(func is Tensor.where)) if "where" in func.__name__ else ("mask", 1)
+        mask = kwargs.get(name, args[place] if len(args) > place else None)
         if not isinstance(mask, Tensor) or mask.dtype != torch.uint8:
             return NotImplemented
         self._note(f"{func.__name__} takes no mask of bytes any more: it is read as one of booleans")
         mask = self.__torch_function__(Tensor.view, (), (mask, torch.bool))
-        by_name = "mask" in kwargs
-        args, kwargs = (args, kwargs | {"mask": mask}) if by_name else ((args[0], mask, *args[2:]), kwargs)
+        if name in kwargs:
+            kwargs = kwargs | {name: mask}
+        else:
+            args = (*args[:place], mask, *args[place + 1 :])
         return self.__torch_function__(func, (), args, kwargs)
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -693,6 +727,16 @@ class OnTheDevice(TorchFunctionMode):
         """A number alone is a GPU's."""
         return torch.device("cuda", args[0]) if self._gpus and args and type(args[0]) is int else NotImplemented
 
+    def _first(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The first of a tensor without dimensions is itself, as it was before PyTorch 0.5: `loss.data[0]`."""
+        if type(args[1]) is not int or args[1] != 0 or args[0].dim():
+            return NotImplemented
+        line = values.caller() or "PyTorch"
+        self._note(
+            f"{line} takes the first of a tensor without dimensions, as PyTorch before 0.5 let it: it is that"
+        )
+        return args[0]
+
     def _type(self, func: Any, args: Any, kwargs: Any) -> Any:
         if len(args) > 1 and args[1] in OLD_TYPES.values():
             return self._moved(Tensor.to, (args[0], args[1].dtype), {}, True)
@@ -708,6 +752,35 @@ class OnTheDevice(TorchFunctionMode):
             return NotImplemented
         with self:
             return func(args[0], torch.max(args[0]).item() + 1)
+
+    def _ctc(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of sequences whose lengths are numbers, by which its shapes go: those that are known, else all steps."""
+        names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        log_probs, targets = given["log_probs"], given["targets"]
+        samples = log_probs.shape[1] if log_probs.dim() > 2 else 1
+        most = targets.shape[-1] if targets.dim() > 1 else targets.shape[0] // samples
+        for name, length in (("input_lengths", log_probs.shape[0]), ("target_lengths", most)):
+            given[name] = self._lengths(name, given[name], [length] * samples)
+        return self._run(known_values.ctc_loss, (), given)
+
+    def _lengths(self, name: str, given: Any, most: list[int]) -> list[int]:
+        """Lengths of samples as numbers: those that are known, else the most that they may be, with a warning."""
+        known = known_values.told(given) if isinstance(given, Tensor) else given
+        if known is None:
+            self._warn(
+                f"{values.line_of_script()} takes {name} of sequences, which values decide: all are {most[0]}"
+            )
+            return most
+        return known.flatten().tolist() if isinstance(known, Tensor) else list(known)
+
+    def _bincount(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of as many bins as the script says, where nobody has the values: these are within."""
+        bins = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+        if not bins or known_values.is_known(args[0]):
+            return NotImplemented
+        with finding(bins):
+            return self._followed(func, args, kwargs)
 
     def _cuda(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._moved(lambda tensor: tensor, args[:1], {}, True)
@@ -757,7 +830,10 @@ class CountingDevice(OnTheDevice):
             self._counter.enter()
 
 
-_CHOOSING = (Tensor.__getitem__, torch.masked_select, Tensor.masked_select)
+_CHOOSING = (
+    Tensor.__getitem__, torch.masked_select, Tensor.masked_select, torch.where, Tensor.where, torch.nonzero,
+    Tensor.nonzero, torch.argwhere, Tensor.argwhere,
+)  # fmt: skip
 
 
 def _masks(values: Any) -> list[Tensor]:
@@ -865,17 +941,31 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
 def _recurrent(mode: OnTheDevice, func: Any, args: Any, kwargs: Any) -> Any:
     """A recurrent layer that is no operator of a capture's own (`pytorch.cudnn`), as a GPU has one of it."""
     del kwargs
-    if len(args) > 3 and isinstance(args[3], list | tuple):
-        raise CaptureError(
-            f"{values.line_of_script()}: '{func.__name__}' of packed sequences, whose lengths a capture does not "
-            "have: give it padded ones"
-        )
-    if mode._gpus and len(args[2]) % (4 if args[3] else 2):
+    weights, biases = args[3:5] if isinstance(args[3], list | tuple) else args[2:4]  # of packed sequences, or not
+    if mode._gpus and len(weights) % (4 if biases else 2):
         mode._warn(
             f"{values.line_of_script()} runs '{func.__name__}' with projections step by step, where a GPU runs "
             "cuDNN's kernels from one call: what is predicted of it is too long"
         )
     return NotImplemented
+
+
+def _unchecked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.jit.trace`, which would run what it traced once more and compare values."""
+    return lambda *args, **kwargs: original(*args, **kwargs | {"check_trace": False})
+
+
+def _pack(mode: OnTheDevice, _: Any, args: Any, __: Any) -> Any:
+    def unknown() -> None:
+        mode._warn(f"{values.line_of_script()} packs sequences, whose lengths values decide: all steps are taken")
+
+    with mode:
+        return packed.pack(args[0], args[1], args[2], unknown)
+
+
+def _pad(mode: OnTheDevice, _: Any, args: Any, __: Any) -> Any:
+    with mode:
+        return packed.pad(*args)
 
 
 def _deepcopy(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -894,12 +984,14 @@ def _deepcopy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _TAKING_MASKS = [
     getattr(owner, name)
-    for name in ("masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_", "masked_select")
+    for name in ("masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_", "masked_select", "where")
     for owner in (torch, Tensor)
     if hasattr(owner, name)
 ]
 _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
+    torch._pack_padded_sequence: _pack,
+    torch._pad_packed_sequence: _pad,
     **dict.fromkeys(QUESTIONS, OnTheDevice._question),
     **dict.fromkeys(PLACES, lambda mode, func, args, kwargs: PLACES[func](*args)),
     Tensor.data_ptr: lambda mode, func, args, kwargs: (
@@ -911,8 +1003,10 @@ _ANSWERS: dict[Any, Callable[[OnTheDevice, Any, Any, Any], Any]] = {
     torch.device: OnTheDevice._device,
     **dict.fromkeys(_TAKING_MASKS, OnTheDevice._masked),
     torch.nn.functional.one_hot: OnTheDevice._one_hot,
-    torch.nn.functional.ctc_loss: lambda mode, func, args, kwargs: mode._run(known_values.ctc_loss, args, kwargs),
+    torch.nn.functional.ctc_loss: OnTheDevice._ctc,
+    **dict.fromkeys((torch.bincount, Tensor.bincount), OnTheDevice._bincount),
     Tensor.view: OnTheDevice._view,
+    Tensor.__getitem__: OnTheDevice._first,
     Tensor.type: OnTheDevice._type,
     Tensor.cuda: OnTheDevice._cuda,
     Tensor.to: OnTheDevice._to,
@@ -955,6 +1049,8 @@ def present(
         for answer in (*answers(world), *_moves(world), *_streams(), *values.installed(), *sparse.installed()):
             enter(answer)
         enter(patched(torch.amp.GradScaler, "_maybe_opt_step", _always_steps))
+        for name in ("trace", "trace_module"):
+            enter(patched(torch.jit, name, _unchecked))
         for owner in (_foreach_utils, optimizer):
             enter(replaced(owner, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]))
         enter(_foreach_of_fakes())

@@ -18,10 +18,11 @@ import shutil
 import sys
 import tempfile
 import traceback
+import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -441,16 +442,19 @@ def _files(names: frozenset[str], asked: set[str], note: NoteTaker) -> Iterator[
         asked.add(name)
 
     def downloading(original: Callable[..., Any]) -> Callable[..., Any]:
-        def download(url: str, dst: Any, *args: Any, **kwargs: Any) -> Any:
+        @wraps(original)
+        def download(url: str, dst: Any = None, *args: Any, **kwargs: Any) -> Any:
             if _file_of(url) not in names:
                 try:
                     return original(url, dst, *args, **kwargs)
                 except URLError as error:
                     # Weights have no values here, whether they were downloaded or not.
-                    if isinstance(error, HTTPError) or not _file_of(url).endswith(WEIGHTS):
+                    if dst is None or isinstance(error, HTTPError) or not _file_of(url).endswith(WEIGHTS):
                         raise
             tell(_file_of(url))
+            dst = dst or _file_of(url)
             fetched[Path(dst).absolute()] = url
+            return dst, {}  # of which `urlretrieve` alone makes something
 
         return download
 
@@ -478,6 +482,7 @@ def _files(names: frozenset[str], asked: set[str], note: NoteTaker) -> Iterator[
         return take
 
     yield patched(torch.hub, "download_url_to_file", downloading)
+    yield patched(urllib.request, "urlretrieve", downloading)
     yield patched(torch, "load", loading)
     yield patched(torch.nn.Module, "load_state_dict", taking)
 

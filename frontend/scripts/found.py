@@ -102,6 +102,11 @@ def _repeated(count: int, _: Any, repeats: Tensor, *, output_size: int | None = 
     return repeats.new_empty((count if output_size is None else output_size,))
 
 
+def _bins(count: int, _: Any, given: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
+    return given.new_empty((max(count, minlength),), dtype=dtype)
+
+
 def _indexed(count: int, func: Any, given: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """Masks are the places where they are true: a vector for each of their dimensions."""
     places: list[Tensor | None] = []
@@ -147,25 +152,12 @@ def _unique_runs(
     return _unique_rows(count, func, given, dim, True, return_inverse, return_counts)
 
 
-def _counted(count: int, _: Any, given: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    del minlength
-    return given.new_empty((count,), dtype=torch.int64) if weights is None else weights.new_empty((count,))
-
-
-def bins(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many kinds `torch.bincount` is told to count at least, which is all there are; 0: it is not told."""
-    if func not in (torch.bincount, Tensor.bincount):
-        return 0
-    least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    return least if type(least) is int else 0
-
-
 _RULES: dict[str, Callable[..., Any]] = {
-    "aten.bincount.default": _counted,
     "aten.nonzero.default": _positions,
     "aten.masked_select.default": _chosen,
     "aten.index.Tensor": _indexed,
     "aten.repeat_interleave.Tensor": _repeated,
+    "aten.bincount.default": _bins,
     "aten._unique2.default": _unique,
     "aten.unique_dim.default": _unique_rows,
     "aten.unique_consecutive.default": _unique_runs,

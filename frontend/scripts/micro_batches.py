@@ -9,7 +9,7 @@ what follows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch.fx import Graph, Node
 
@@ -20,18 +20,20 @@ BACKWARD_PASS = "backward_pass"
 """Of operations: the number of the backward pass of the step that they run in."""
 
 
-def micro_batches(graph: Graph) -> dict[Node, int]:
+def micro_batches(graph: Graph, aside: Collection[int] = ()) -> dict[Node, int]:
     """The micro-batch of each operation of a step but the optimizer's, counted in the order of forward passes.
 
     Args:
         graph: of a step, with the forward operation of each backward one and `BACKWARD_PASS`.
+        aside: passes that make no gradients of parameters: those of no other's operations are no micro-batch.
     """
     calls = [n for n in graph.nodes if n.op == "call_function" and n.meta[PHASE] != OPTIMIZER]
     passes = _passes_of(calls, _of_weights(graph))
     same = _merged(passes)
     order: dict[int, int] = {}
+    learning = {root for number, root in same.items() if number not in aside}
     for node in calls:
-        for number in sorted(passes.get(node, ())):
+        for number in sorted(number for number in passes.get(node, ()) if same[number] in learning):
             order.setdefault(same[number], len(order))
     found: dict[Node, int] = {}
     for node in calls:

@@ -54,9 +54,27 @@ def installed(note: NoteTaker) -> Iterator[AbstractContextManager[None]]:
     for name in _WITH_WEIGHTS:
         yield once_imported(f"torchvision.models.{name}", partial(_addresses, f"torchvision.models.{name}"))
     yield once_imported("torchvision.transforms.transforms", partial(_jittering, note))
+    yield once_imported("skimage.metrics", partial(_of_channels, note))
     yield once_imported("yaml", partial(_loading, note))
     yield patched(np, "fromstring", partial(_of_bytes, note))
     yield patched(argparse.ArgumentParser, "parse_known_args", partial(_by_either_name, note))
+
+
+@contextmanager
+def _of_channels(note: NoteTaker) -> Iterator[None]:
+    """In the context, the similarity of images takes `multichannel`, which it passes over without a word now."""
+
+    def comparing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def compare(*args: Any, multichannel: bool | None = None, **kwargs: Any) -> Any:
+            if multichannel is not None:
+                note("skimage's structural_similarity takes no multichannel any more: channel_axis is the last")
+                kwargs.setdefault("channel_axis", -1 if multichannel else None)
+            return original(*args, **kwargs)
+
+        return compare
+
+    with patched(sys.modules["skimage.metrics"], "structural_similarity", comparing):
+        yield
 
 
 @contextmanager

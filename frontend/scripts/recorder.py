@@ -41,7 +41,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, Protocol
@@ -339,6 +339,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._after_backward = False
         self._pass = self._backward_pass = 0
         self._waiting_passes = self._told_micro_batches = False
+        self._aside: set[int] = set()
         self._works: dict[int, tuple[Any, Node]] = {}
         self._graph_of: Callable[[str], str] | None = None
         self._layouts: dict[tuple[Any, ...], Tensor] = {}
@@ -459,6 +460,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         """
         self.steps += 1
         self._after_backward, self._pass, self._backward_pass, self._learnt = False, 0, 0, False
+        self._aside.clear()
         if self._recording:
             self._finish()
             if not self._whole:
@@ -539,14 +541,16 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             stack, self._stack = self._stack, []
             # Whether what it computes is differentiated in turn: of the outputs, their gradients and two flags.
             created, self.creates_graph = self.creates_graph, bool(args[3])
+            learns = self._learns_by(args[4] if len(args) > 4 else (), kwargs)
             if before != BACKWARD:
                 self._backward_pass += 1
-                self._waiting_passes |= self._recording and self._after_backward
+                self._waiting_passes |= self._recording and self._after_backward and learns
+                self._aside |= set() if learns else {self._backward_pass}
             try:
                 return original(*args, **kwargs)
             finally:
-                self.phase, self._stack, self._after_backward = before, stack, True
-                self.creates_graph = created
+                self.phase, self._stack, self.creates_graph = before, stack, created
+                self._after_backward |= learns
                 if self._recording and before != BACKWARD:
                     with self.pausing():
                         self._mark_gradients()
@@ -554,8 +558,20 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
         return backward
 
+    def _learns_by(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a backward pass is one of a micro-batch: not where it is asked for gradients of other tensors.
+
+        Such are forces, penalties, attacks, steps of an inner loop: parts of the forward pass.
+        """
+        if not inputs or kwargs.get("accumulate_grad"):
+            return True
+        groups = (group for made in self.memory.made_optimizers for group in made.param_groups)
+        learnt = {id(parameter) for group in groups for parameter in group["params"]}
+        leaves = [one for one in inputs if getattr(one, "is_leaf", True)]
+        return any(isinstance(one, torch.nn.Parameter) or id(one) in learnt for one in leaves)
+
     def _evaluates(self) -> None:
-        """A module with parameters runs without gradients: in each step, or now and then.
+        """A module with parameters runs without gradients, or set to evaluate: in each step, or now and then.
 
         Where it runs so before a step has learnt anything, and did not in any step before, it is an evaluation, or
         draws samples; a teacher runs so in the first step, too, and what acts before it learns.
@@ -563,7 +579,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         if not self._moves or self._learnt:
             return
         if self._recording:
-            self._put_off("runs modules without gradients, as none before it did (samples, an evaluation)")
+            self._put_off(
+                "runs modules without gradients, or set to evaluate, as none before (samples, an evaluation)"
+            )
         self._moves = False
 
     def _put_off(self, why: str) -> None:
@@ -586,7 +604,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             self.memory.add_root(module)
             self._trains = any(True for _ in module.parameters()) and not self._paused
             if self.phase == FORWARD and self._trains:
-                if torch.is_grad_enabled():
+                if torch.is_grad_enabled() and module.training:
                     self._learnt = True
                 else:
                     self._evaluates()
@@ -698,7 +716,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         link_recomputed(self.graph)
         if self._waiting_passes and not self._told_micro_batches:
             # Sums of gradients of several passes are of the last one's, and are not linked yet.
-            for node, number in micro_batches(self.graph).items():
+            for node, number in micro_batches(self.graph, self._aside).items():
                 node.meta[MICRO_BATCH] = number
         link_sums(self.graph)
         self._write_releases()

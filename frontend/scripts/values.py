@@ -40,7 +40,16 @@ from echograph.frontend.pytorch.known_values import (
     real,
 )
 from echograph.frontend.scripts.adapter import patched, replaced
-from echograph.frontend.scripts.assertions import bounded, extreme, goes_round, holds, writes_back
+from echograph.frontend.scripts.assertions import (
+    bounded,
+    extreme,
+    goes_round,
+    guessed,
+    holds,
+    is_kept,
+    looks_up,
+    writes_back,
+)
 from echograph.frontend.scripts.found import ALL
 from echograph.frontend.scripts.installed import is_of_library, package_of
 
@@ -61,6 +70,7 @@ _ASKED: ContextVar[set[str]] = ContextVar("asked")
 _GUESSED: ContextVar[list[str]] = ContextVar("guessed")
 _ROUNDS: ContextVar[dict[str, int]] = ContextVar("rounds")
 _FINITE = "_echograph_finite"
+_COUNTS, _MASK = "_echograph_counts", "_echograph_mask"
 
 
 def answer(tensor: Tensor, note: NoteTaker) -> Any:
@@ -91,7 +101,9 @@ def answer(tensor: Tensor, note: NoteTaker) -> Any:
         note(f"{line or asked()} reads a tensor's value, which a capture does not have: 1 stands for it")
     if line is None and tensor.dtype == torch.bool:
         return True
-    return StandInNumber(1.0, line or "") if tensor.is_floating_point() else StandInInteger(1, line or "")
+    if tensor.is_floating_point():
+        return StandInNumber(1.0, line or "")
+    return StandInInteger(1, line or "", counts=hasattr(tensor, _COUNTS))
 
 
 def _nobody(_: str) -> None:
@@ -187,7 +199,13 @@ def _going_on() -> bool | None:
     """What is true where whoever asks would raise or print otherwise; None where nobody would."""
     frame = None if _PRINTED.get() else _asking()
     required = None if frame is None else holds(frame)
-    if required is not None:
+    if required is not None and frame is not None and guessed(frame):
+        way = "yes" if required else "no"
+        _WARN.get(_nobody)(
+            f"{asked()} leaves a loop, or a round of it, or fills a list by values, which a capture does not "
+            f"have: the loop goes on, and the list is filled (--decide {asked()}={way}; else say the other)"
+        )
+    elif required is not None:
         _NOTE.get(_nobody)(
             f"{asked()} raises, prints or counts by values, which a capture does not have, or keeps the best of "
             "them: it is taken to do none of it, and what comes is better"
@@ -212,12 +230,14 @@ def any_guessed() -> bool:
 def decided_size(operator: str, masks: Sequence[Tensor], note: NoteTaker, warn: NoteTaker) -> int:
     """How many elements an operator finds, of which values say how many.
 
-    What a mask chooses (`x[mask]`) is all of it, unless the user says otherwise: valid pixels, points within a
-    box, tokens that count are most. What is looked for (`nonzero`, `unique`) may be a few of many.
+    What a mask chooses (`x[mask]`, `mask.nonzero()`), or what is not suppressed (`nms`), is all of it, unless the
+    user says otherwise: valid pixels, points within a box, tokens that count are most. Where the mask says whether
+    the largest of several is a certain one (`chosen == expert`), each of them is as often as any other. What is
+    looked for otherwise (`nonzero` of numbers, `unique`) may be a few of many.
 
     Args:
         operator: by name, for the line that asks.
-        masks: by which elements are chosen; none: they are looked for.
+        masks: by which elements are chosen, or they themselves; none: they are looked for.
         note: is told where it does not matter how many: they are written to where they are read.
         warn: is told where all are taken of what a mask chooses.
 
@@ -229,6 +249,14 @@ def decided_size(operator: str, masks: Sequence[Tensor], note: NoteTaker, warn: 
     if chosen is None and (frame := _asking()) is not None and writes_back(frame):
         note(f"{where} writes elements to where it reads them, which values choose: all are taken to be chosen")
         return ALL
+    among = next((getattr(mask, _ONE_OF) for mask in masks if hasattr(mask, _ONE_OF)), 0)
+    if chosen is None and among:
+        share = max(1, masks[0].numel() // among)
+        warn(
+            f"{where} takes what one of {among} is chosen for, which values decide: all are taken to be chosen as "
+            f"often, {share:,} times of {masks[0].numel():,}; --decide {where}=COUNT says how many"
+        )
+        return share
     if chosen is None and masks:
         warn(
             f"{where} takes what a mask chooses, which values decide: all {masks[0].numel():,} elements of it are "
@@ -312,11 +340,12 @@ class StandInInteger(Guess, int):
     """The same of integers, and of what is true or false; these may be 0."""
 
     where: str
+    counts: bool
 
-    def __new__(cls, value: int, where: str = "") -> StandInInteger:
-        """A number in place of one that a line read."""
+    def __new__(cls, value: int, where: str = "", *, counts: bool = False) -> StandInInteger:
+        """A number in place of one that a line read; of how many a mask chooses, which are some."""
         made = super().__new__(cls, value)
-        made.where = where
+        made.where, made.counts = where, counts
         _GUESSED.get([]).append(where)
         return made
 
@@ -330,6 +359,9 @@ class StandInInteger(Guess, int):
         return f"{read}, and a capture does not have it: 1 stands for it{remedy}"
 
     def __bool__(self) -> bool:
+        if self.counts and _chosen(caller() or asked()) is None:
+            _tell_some()
+            return True
         where = caller()
         if where is None:
             return _going_on() is not False
@@ -347,9 +379,26 @@ def _arithmetic(kind: type, name: str) -> Any:
         made = plain(self, *others)
         if isinstance(made, float):
             return StandInNumber(made, self.where)
-        return StandInInteger(made, self.where) if type(made) is int else made
+        counts = (
+            getattr(self, "counts", False)
+            and name in ("__add__", "__radd__")
+            and not any(map(_is_less_than_none, others))
+        )
+        return StandInInteger(made, self.where, counts=counts) if type(made) is int else made
 
     return operate
+
+
+_SOME = {("gt", 0): True, ("ne", 0): True, ("ge", 1): True, ("eq", 0): False, ("lt", 1): False, ("le", 0): False}
+"""What a comparison says of how many a mask chooses, which are some, as many as there are or fewer."""
+
+
+def _tell_some() -> None:
+    _NOTE.get(_nobody)(f"{asked()} asks whether a mask chooses any elements, which values decide: it does")
+
+
+def _is_less_than_none(given: Any) -> bool:
+    return not isinstance(given, int) or (not isinstance(given, Guess) and given < 0)
 
 
 _ANOTHER = "{} asks whether a number is 0, which a capture does not have: it is another"
@@ -370,7 +419,13 @@ def _compare(kind: type, name: str) -> Any:
         if kind is float and name in ("__eq__", "__ne__") and _is_zero(other) and _going_on() is None:
             _NOTE.get(_nobody)(_ANOTHER.format(asked()))
             return plain(self, other)
+        some = _SOME.get((name.strip("_"), other)) if type(other) is int else None
+        if some is not None and getattr(self, "counts", False) and _chosen(where or asked()) is None:
+            _tell_some()
+            return some
         frame = _asking()
+        if kind is int and name == "__eq__" and frame is not None and looks_up(frame):
+            return plain(self, other)
         if frame is not None and (of := extreme(frame)):
             # A number that stands for one is the largest, or the smallest: what comes out stands for one as well.
             return name in ("__gt__", "__ge__") if of == "max" else name in ("__lt__", "__le__")
@@ -434,6 +489,9 @@ def _true(note: NoteTaker, tensor: Tensor) -> bool:
     where = caller()
     if hasattr(tensor, _FINITE):
         return bool(answer(tensor, note))
+    if hasattr(tensor, _COUNTS) and not is_known(tensor) and _chosen(where or asked()) is None:
+        _tell_some()
+        return True
     if not is_known(tensor) and (again := _loops(True)) is not None:
         return again
     if where is None:
@@ -515,11 +573,87 @@ _CHOOSING = {
 }  # fmt: skip
 
 
+_CASTING = (
+    Tensor.float, Tensor.double, Tensor.half, Tensor.long, Tensor.int, Tensor.to, Tensor.type, Tensor.cpu,
+    Tensor.cuda, Tensor.detach,
+)  # fmt: skip
+_COMPARING = {
+    getattr(owner, name): name.strip("_")
+    for owner in (torch, Tensor)
+    for name in ("gt", "ge", "lt", "le", "eq", "ne", "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__")
+    if hasattr(owner, name)
+}
+
+
+def _count(func: Any, args: tuple[Any, ...], out: Tensor) -> bool | None:
+    """Marks how many a mask chooses, and what casts one; gives what a comparison says of whether that is any."""
+    one = args[0] if args and isinstance(args[0], FakeTensor) else None
+    if one is None or not isinstance(out, FakeTensor) or out is one:
+        return None
+    if func in _COMPARING and hasattr(one, _COUNTS) and len(args) == 2 and type(args[1]) is int:
+        some = _SOME.get((_COMPARING[func], args[1]))
+        if some is not None and not is_known(one) and _chosen(caller() or asked()) is None:
+            _tell_some()
+            return some
+    elif func in _CASTING:
+        for mark in (_COUNTS, _MASK):
+            if hasattr(one, mark):
+                setattr(out, mark, True)
+        if one.dtype == torch.bool:
+            setattr(out, _MASK, True)
+    elif func in _COUNTING and not out.dim() and (one.dtype == torch.bool or hasattr(one, _MASK)):
+        setattr(out, _COUNTS, True)
+    return None
+
+
+def _ordered(func: Any, args: tuple[Any, ...], out: Tensor) -> bool | None:
+    """What a comparison of one number says that `max` or `min` chooses by, or that keeps the best of them."""
+    frame = None if out.dim() or func not in _COMPARING else _asking()
+    if frame is None or not any(isinstance(one, FakeTensor) and not is_known(one) for one in args[:2]):
+        return None
+    if func in _CHOOSING and (of := extreme(frame)):
+        return of == _CHOOSING[func]  # as numbers that stand for one: the tensor is what `max` and `min` choose
+    return _going_on() if is_kept(frame) else None
+
+
+_ONE_OF = "_echograph_one_of"
+"""Of indices of the largest of several, and of masks that say where it is a certain one: how many these are."""
+_LARGEST = (torch.topk, Tensor.topk, torch.max, Tensor.max, torch.argmax, Tensor.argmax)
+_RESHAPING = (
+    Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.squeeze, torch.squeeze,
+    Tensor.unsqueeze, torch.unsqueeze, Tensor.permute, torch.permute, Tensor.transpose, torch.transpose, Tensor.t,
+    Tensor.__getitem__, Tensor.bool, Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.cuda,
+    Tensor.cpu, Tensor.long, Tensor.int, Tensor.unbind, torch.unbind,
+)  # fmt: skip
+
+
+def _keep_one_of(func: Any, args: tuple[Any, ...], out: Any) -> None:
+    """Marks indices of the largest of several (`scores.topk(2)`), and where these are one of them."""
+    one = args[0] if args and isinstance(args[0], FakeTensor) else None
+    if one is None or is_known(one):
+        return
+    if func in _LARGEST:
+        made = out if isinstance(out, Tensor) else out[1]
+        if made.is_floating_point() or not made.numel() or not one.dim():
+            return
+        sizes = zip(one.shape, made.shape, strict=False)
+        cut = [size for size, left in sizes if size != left] if made.dim() == one.dim() else []
+        count = cut[0] if cut else one.shape[-1] if made.dim() == one.dim() else one.numel() // made.numel()
+        setattr(made, _ONE_OF, count)
+    elif func is torch.nn.functional.one_hot:
+        setattr(out, _ONE_OF, out.shape[-1])
+    elif hasattr(one, _ONE_OF) and (func in _RESHAPING or _COMPARING.get(func) == "eq"):
+        for made in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(made, FakeTensor) and made is not one:
+                setattr(made, _ONE_OF, getattr(one, _ONE_OF))
+
+
 def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
     """Marks a tensor that says whether values are finite, or is made of one that does, with what it says.
 
     A small one has it as values that are known, so that it is known what is made of these in any other way.
     """
+    _keep_one_of(func, args, out)
     if not isinstance(out, Tensor):
         return
     known = _ASKING_FINITE.get(func)
@@ -527,8 +661,8 @@ def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
         known = _ITSELF[func]
     elif func in _WITH_ZERO and _is_no_zero(args, out):
         known = _WITH_ZERO[func]
-    elif func in _CHOOSING and not out.dim() and (frame := _asking()) is not None and (of := extreme(frame)):
-        known = of == _CHOOSING[func]  # as numbers that stand for one: the tensor is what `max` and `min` choose
+    elif (said := _ordered(func, args, out)) is not None or (said := _count(func, args, out)) is not None:
+        known = said
     elif func in _EITHER or func in _BOTH:
         told = [getattr(part, _FINITE, None) for part in args[:2]]
         known = None if None in told else (any if func in _EITHER else all)(told)

@@ -707,12 +707,17 @@ def _recurrent(operands: _InOut, device: DeviceProfile, *, backward: bool) -> Co
 
     So cuDNN's standard algorithm works (Appleyard et al. 2016, arXiv:1604.01946, section 3), but that layers and
     directions may overlap, and that small layers run in one kernel (`CUDNN_RNN_ALGO_PERSIST_STATIC`): neither is
-    modelled, and there is no table, so the spread is assumed.
+    modelled, and there is no table, so the spread is assumed. Packed sequences come as rows, with how many samples
+    each step has; that is taken to be the mean.
     """
     inputs, outputs = operands
+    packed = next((tensor.shape[0] for tensor in inputs if tensor.dtype is DType.INT64), None)
+    inputs = [tensor for tensor in inputs if tensor.dtype is not DType.INT64]
     steps, samples = (inputs[-1] if backward else outputs[0]).shape[:2]
     weights = [tensor for tensor in inputs if len(tensor.shape) == 2]
     rows = steps * samples
+    if packed is not None:
+        steps, samples = packed, max(1, round(rows / packed))
 
     def product(m: int, n: int, k: int) -> float:
         cost = _or_slower(lambda dtype: gemm(device, m, n, k, dtype=dtype), weights[0].dtype, device)

@@ -70,3 +70,21 @@ def test_mixture_of_experts_counts_each_token_once_per_chosen_expert(capture_ste
     )
     rows = 128 * config["num_experts_per_tok"]
     assert counted == 2 * rows * 3 * config["hidden_size"] * config["intermediate_size"]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 4, 16])
+def test_gradients_of_a_convolution_of_groups_are_twice_its_products(groups: int, transposed: bool) -> None:
+    """The weight's gradient once, as PyTorch's own formula has it without groups alone."""
+    from echograph.frontend.pytorch.call_nodes import formulas
+
+    kind = torch.nn.ConvTranspose2d if transposed else torch.nn.Conv2d
+    layer, x = kind(16, 32, 3, groups=groups), torch.ones(2, 16, 9, 9)
+    out = layer(x)
+    given = (1, 1), (0, 0), (1, 1), transposed, (0, 0), groups
+    ahead = formulas()[torch.ops.aten.convolution](x, layer.weight, layer.bias, *given, out_val=out)
+    made = torch.ops.aten.convolution_backward(out, x, layer.weight, [32], *given, [True, True, True])
+    count = formulas()[torch.ops.aten.convolution_backward]
+    back = count(out, x, layer.weight, [32], *given, [True, True, True], out_val=made)
+    assert back == 2 * ahead > 0
+    assert count(out, x, layer.weight, [32], *given, [False, True, False], out_val=made) == ahead

@@ -338,6 +338,14 @@ def test_a_recurrent_layer_takes_a_product_and_its_gates_step_by_step(layers: in
     assert forward.source == "analytical" and forward.spread == ASSUMED_SPREAD
 
 
+def test_a_recurrent_layer_of_packed_sequences_takes_as_many_steps_as_the_longest() -> None:
+    state, weights, sizes = (1, 20, 96), [(384, 64), (384, 96), (384,), (384,)], ((35,), DType.INT64)
+    whole = cost("cudnn.rnn", [(35, 20, 64), state, *weights], [(35, 20, 96), state])
+    packed = cost("cudnn.rnn", [(700, 1, 64), state, *weights, sizes], [(700, 1, 96), state])
+    fewer = cost("cudnn.rnn", [(350, 1, 64), state, *weights, sizes], [(350, 1, 96), state])
+    assert packed == whole and whole.seconds * 0.7 < fewer.seconds < whole.seconds
+
+
 def test_a_scan_over_chunks_is_bound_by_its_products_or_its_bytes() -> None:
     scan = H100.scan
     assert scan is not None

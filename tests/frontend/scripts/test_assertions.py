@@ -67,7 +67,41 @@ def _run(folder: Path, check: str) -> ScriptRun:
 def test_what_would_raise_is_taken_not_to(tmp_path: Path, check: str) -> None:
     run = _run(tmp_path, check)
     assert run.recorder.recorded
-    assert any("raises, prints or counts by values" in line for line in run.recorder.notes)
+    told = ("raises, prints or counts by values", "asks whether a mask chooses any elements")
+    assert any(text in line for line in run.recorder.notes for text in told)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "for _ in range(2):\n    if low < 0.1:\n        print(low)\n        break\n    out = out * 2",
+        "for _ in range(2):\n    if out.sum() > 9:\n        continue\n    out = out * 2",
+        "words = []\nfor word in out.argmax(1).tolist():\n    if word == 3:\n        break\n    words += [word]",
+        "kept = []\nif low > 3:\n    kept.append(int(low))\nassert len(kept) == 1",
+        "kept = []\nif low > 3:\n    kept.append(1)\nelse:\n    kept.append(0)\nassert kept",
+    ],
+)
+def test_that_a_loop_goes_on_and_a_list_is_filled_is_a_guess_that_is_told(tmp_path: Path, check: str) -> None:
+    run = _run(tmp_path, check)
+    assert run.recorder.recorded
+    assert any("leaves a loop, or a round of it, or fills a list by values" in w for w in run.recorder.warnings)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "drawn = out.argmax(1)\nright = (drawn == 3).sum()\nif right == 0:\n    raise SystemExit",
+        "right = (out > 1).float().sum().item()\nif right == 0:\n    raise SystemExit",
+        "right, wrong = (out > 1).sum().item(), (out < 1).sum().item()\nx = 1 / right if right + wrong > 0 else 0",
+        "words = {0: 'a', 1: 'b'}\nprint(words[out[0].argmax().item()], words.get(int(out[0].argmax()), 'c'))",
+        "import sys\nif not low < high:\n    print('order')\n    sys.exit(1)",
+        "global best\nbest = torch.zeros(()) if step == 0 else best\nis_best = out[0, 0] > best\n"
+        "best = max(best, out[0, 0])\nif not is_best:\n    raise SystemExit",
+    ],
+)
+def test_what_it_looks_up_counts_or_keeps_is_no_question(tmp_path: Path, check: str) -> None:
+    run = _run(tmp_path, check)
+    assert run.recorder.recorded and not run.recorder.warnings
 
 
 @pytest.mark.parametrize(
@@ -75,6 +109,10 @@ def test_what_would_raise_is_taken_not_to(tmp_path: Path, check: str) -> None:
     [
         "if low > high:\n    out = out * 2",
         "if low < 1.0:\n    out.mul_(2)",
+        "while True:\n    if low > high:\n        break",
+        "for _ in range(2):\n    if low > high:\n        out = out * 2\n        break",
+        "kept = []\nif low > high:\n    kept.append(out * 2)\n    out = out * 2",
+        "done = False\nif low > high:\n    done = True",
         "clipped = 0.0\nif low > high:\n    clipped += high",
         "if low > high:\n    print(low)\nelse:\n    out = out * 2",
         "if low > high:\n    if step:\n        raise ValueError('order')",

@@ -184,11 +184,108 @@ def test_recurrent_layers_of_other_kinds_are_told(tmp_path: Path) -> None:
     )
     (told,) = run(tmp_path, text).recorder.warnings
     assert told.startswith("train.py:7 runs 'lstm' with projections step by step")
-    packed = "torch.nn.utils.rnn.pack_padded_sequence(torch.ones(4, 2, 8), [4, 3])"
-    text = BEGIN.replace("torch.nn.Linear", "torch.nn.GRU").replace(
-        "torch.ones(4, 8)).sum()", f"{packed})[0].data.sum()"
-    )
-    assert refused(tmp_path, text).startswith("train.py:7: 'gru' of packed sequences")
+
+
+PACKED = """
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+model = torch.nn.{kind}(8, 16, bidirectional=True).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    rows = pack_padded_sequence(torch.ones(6, 3, 8, device="cuda"), {lengths}, enforce_sorted=False)
+    assert rows.data.is_cuda and not rows.batch_sizes.is_cuda
+    made = model(rows)[0]
+    out, lengths = pad_packed_sequence(made)
+    assert out.shape == {shape} and out.is_cuda
+    (out.sum() + made.data.sum()).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("kind", "gates"), [("LSTM", 4), ("GRU", 3)])
+@pytest.mark.parametrize("lengths", ["[2, 5, 3]", "torch.tensor([2, 5, 3])", "torch.tensor([2, 5, 3]).cuda()"])
+def test_recurrent_layers_of_packed_sequences_are_one_operator_of_all_rows(
+    tmp_path: Path, kind: str, gates: int, lengths: str
+) -> None:
+    if "cuda" in lengths:
+        lengths += ".cpu()"
+    text = PACKED.format(kind=kind, lengths=lengths, shape=(5, 3, 32))
+    text = text.replace("out.shape", "lengths.tolist() == [2, 5, 3] and out.shape")
+    recorder = run(tmp_path, text).recorder
+    forward, backward = [node for node in recorder.graph.nodes if "rnn" in str(node.target)]
+    assert not recorder.warnings
+    shapes = [tuple(value.shape) for value in (forward.meta["val"][0], forward.args[0].meta["val"])]
+    assert shapes == [(10, 1, 32), (10, 1, 8)]
+    products = [tuple(weight.meta["val"].shape) for weight in forward.args[2]][:2]
+    assert products == [(gates * 16, 8), (gates * 16, 16)] and backward.args[-1] is forward.args[-1]
+
+
+def test_of_packed_sequences_whose_lengths_nobody_has_all_steps_are_taken(tmp_path: Path) -> None:
+    lengths = "(torch.randn(3, 6, device='cuda') > 0).sum(1).cpu()"
+    recorder = run(tmp_path, PACKED.format(kind="GRU", lengths=lengths, shape=(6, 3, 32))).recorder
+    assert any("packs sequences, whose lengths values decide: all steps" in told for told in recorder.warnings)
+    wrong = PACKED.format(kind="GRU", lengths="[7, 5, 3]", shape=(6, 3, 32))
+    assert "Lengths [7, 5, 3] of 3 sequences" in refused(tmp_path, wrong)
+
+
+TRACED = """
+import torch
+model = torch.jit.trace(torch.nn.Linear(8, 8).cuda(), torch.randn(4, 8).cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    made = model(torch.randn(4, 8).cuda())
+    counted = torch.bincount(made.argmax(1), minlength=8)
+    assert counted.shape == (8,)
+    scores = made.view(4, 1, 8).log_softmax(-1)
+    labels = torch.full((1, 2), 3).cuda()
+    lengths = torch.tensor([4]), made.argmax(1)[:1] if step else torch.tensor([2])
+    torch.nn.functional.ctc_loss(scores, labels, *lengths).backward()
+    optimizer.step()
+"""
+
+
+def test_what_is_traced_counted_and_aligned(tmp_path: Path) -> None:
+    recorder = run(tmp_path, TRACED).recorder
+    names = [str(node.target) for node in recorder.graph.nodes]
+    assert {"aten.addmm.default", "aten.bincount.default", "aten._ctc_loss.default"} <= set(names)
+    (told,) = recorder.warnings
+    assert "takes target_lengths of sequences, which values decide: all are 2" in told
+
+
+OLDER = """
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    out = model(torch.randn(4, 8).cuda())
+    flat = (out == 0).prod(-1, keepdim=True, dtype=torch.uint8)
+    loss = torch.where(flat, torch.zeros(1).cuda(), out).where(flat, out).sum()
+    print(loss.data[0], torch.zeros(1)[0][0].item())
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_masks_of_bytes_and_the_first_of_a_number_are_as_they_were(tmp_path: Path) -> None:
+    notes = " ".join(run(tmp_path, OLDER).recorder.notes)
+    assert "where takes no mask of bytes any more" in notes
+    assert "train.py:9 takes the first of a tensor without dimensions" in notes
+    assert "IndexError" in refused(tmp_path, OLDER.replace("data[0]", "data[1]"))
+
+
+def test_who_raises_says_why_himself_and_a_package_before_the_scripts_own_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "requirements.txt").write_text("numpy==1.2\n")
+    assert "numpy" not in refused(tmp_path, "raise ValueError('wrong')\n" + BEGIN)
+    package = tmp_path / "site-packages" / "held"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(package.parent))
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "held.py").write_text("load = 1")
+    text = f"import sys\nsys.path.append({str(tmp_path / 'core')!r})\nimport held\nheld.load\n"
+    assert "the package held comes before the script's own core/held.py" in refused(tmp_path, text + BEGIN)
 
 
 CONFIGURED = """import triton

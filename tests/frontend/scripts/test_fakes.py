@@ -204,6 +204,25 @@ def test_weights_that_cannot_be_downloaded_are_made(tmp_path: Path, monkeypatch:
         run(tmp_path, text.replace("small-1234.pth", "small.json"), Fakes())
 
 
+FETCHED = """import torch
+from urllib.request import urlretrieve
+model = torch.nn.Linear(4, 2).cuda()
+urlretrieve("https://models.invalid/{file}", "held/{file}")
+model.load_state_dict(torch.load("held/{file}", map_location="cpu"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(3, 4).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_weights_that_a_script_fetches_itself_are_made(tmp_path: Path) -> None:
+    found = run(tmp_path, FETCHED.format(file="small.pth"), Fakes()).recorder
+    assert found.recorded and "small.pth: weights of the shapes of the model" in " ".join(found.notes)
+    with pytest.raises(CaptureError, match=r"train\.py:4: URLError"):
+        run(tmp_path, FETCHED.format(file="small.csv"), Fakes())
+
+
 def test_images_that_cannot_be_downloaded_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those to test with, too, which come with those to train with; not where nobody would download them."""
     pytest.importorskip("torchvision")

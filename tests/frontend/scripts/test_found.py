@@ -124,12 +124,15 @@ def test_who_asks_whether_a_mask_chooses_anything_takes_what_it_chooses(tmp_path
     assert (256,) in [_shape(node.meta["val"]) for node in _nodes(_script(tmp_path, line), {})]
     assert _nodes(_script(tmp_path, line), {f"train.py:{_LINE + 2}": False})
     (other := tmp_path / "other").mkdir()
+    if "sum" in asks:  # how many it chooses is some, whatever is done by that
+        assert _nodes(_script(other, line.replace("[mask]", "")), {})
+        return
     with pytest.raises(CaptureError, match=f"train.py:{_LINE + 2}: .*--decide"):
         _nodes(_script(other, line.replace("[mask]", "")), {})
 
 
 def test_who_says_no_size_is_asked_for_one(tmp_path: Path) -> None:
-    script = _script(tmp_path, "loss = out[(out.sum(1) > 0).nonzero().squeeze(1)].sum()")
+    script = _script(tmp_path, "loss = out[out.sum(1).long().nonzero().squeeze(1)].sum()")
     decisions: list[dict[str, bool | int]] = [{}, {"train.py": True}]
     for decided in decisions:
         with pytest.raises(CaptureError, match=rf"^train.py:{_LINE}: how many elements .*train.py:{_LINE}=64"):
@@ -212,3 +215,21 @@ for step in range(3):
     (tmp_path / "train.py").write_text(text)
     notes = run_script(Script(path=tmp_path / "train.py"), World(size=4), TorchAdapter()).recorder.notes
     assert any("spread evenly" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "chosen = out.topk(2)[1]; at, _ = torch.where(chosen == 3); loss = out[at].sum()",
+        "at = (out.topk(2, dim=-1).indices.view(-1) == 3).nonzero().squeeze(1); loss = out[at // 2].sum()",
+        "hot = torch.nn.functional.one_hot(out.topk(2)[1], 8).permute(2, 1, 0); at = torch.where(hot[3])[1]; "
+        "loss = out[at].sum()",
+        "chosen = out.topk(2)[1].flatten(); loss = out.repeat(2, 1)[chosen == 3].sum()",
+    ],
+)
+def test_of_what_one_of_several_is_chosen_for_each_has_its_share(tmp_path: Path, line: str) -> None:
+    """As a loop over experts: 32 tokens choose two of eight."""
+    script = _script(tmp_path, line)
+    assert (8, 8) in [_shape(node.meta["val"]) for node in _nodes(script, {})]
+    (told,) = run_script(Script(path=script), World(size=1), TorchAdapter()).recorder.warnings
+    assert told.startswith(f"train.py:{_LINE} takes what one of 8 is chosen for") and "8 times of 64" in told

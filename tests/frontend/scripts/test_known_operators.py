@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from echograph.frontend.pytorch.capture import fake_mode
 from echograph.frontend.pytorch.device_ops import cpu_operators
-from echograph.frontend.pytorch.known_values import apart
+from echograph.frontend.pytorch.known_values import apart, is_known
 from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import unpatched
 from echograph.frontend.scripts.recorder import ScriptRecorder
@@ -327,6 +327,8 @@ torch.add(a(4), 1, out=torch.empty(4, dtype=torch.long))
 torch.arange(3, out=torch.empty(3, dtype=torch.long))
 written(torch.zeros(3, 3, dtype=torch.bool), [(0, slice(a(3)[2])), (1, slice(a(3)[1], None))], True)
 written(a(6), [a(6) % 2 == 0, [1, 3]], 7)
+written(torch.empty(3, dtype=torch.long), range(3), 5)
+written(torch.empty(2, 2), [0, (1, slice(None))], a(2).float())
 written(torch.zeros(3), [0, a(2), -1], 5)
 written(torch.zeros(2, 4), [(slice(None), slice(0, None, 2)), (..., 1)], a(2.0)[:, None].sum())
 written(torch.from_numpy(np.zeros(3)), [0], 5)
@@ -385,3 +387,17 @@ def test_a_connectionist_loss_of_known_lengths(reduction: str) -> None:
         loss = F.ctc_loss(scores, labels.cuda(), torch.full((2,), 20), lengths, reduction=reduction)
         assert loss.is_cuda and loss.shape == ((2,) if reduction == "none" else ())
         loss.sum().backward()
+
+
+def test_a_tensor_of_no_values_is_known_once_every_part_was_given_and_nothing_else_wrote_there() -> None:
+    world = World(size=2)
+    with world.entered(tuple), fake_mode(unpatched) as mode, device.present(world), ScriptRecorder(mode):
+        partly, viewed, unknown, filled = (torch.empty(3, dtype=torch.long) for _ in range(4))
+        view = viewed[:2]
+        for place in range(3):
+            viewed[place], filled[place] = place, place
+            unknown[place] = torch.randn(3, device="cuda").argmax() if place else 1
+        partly[:2] = 1
+        del view
+        assert [is_known(one) for one in (partly, viewed, unknown, filled)] == [False, False, False, True]
+        assert filled.tolist() == [0, 1, 2]

@@ -186,3 +186,27 @@ def test_a_step_that_ranks_agree_not_to_run_again_has_one_micro_batch(
         script.write_text(ASKED_AGAIN.format(names="", ask="any_of_the_ranks(bool(loss.isnan().cpu() + loss))"))
         with pytest.raises(CaptureError, match="--decide"):
             capture_script(Script(path=script), World(size=4), TorchAdapter())
+
+
+ASIDE = """import torch
+model = torch.nn.Linear(8, 1).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x = torch.randn(4, 8, device="cuda", requires_grad=True)
+    (force,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    for attack in range(2):
+        (moved,) = torch.autograd.grad(model(x).sum(), x)
+        x = (x + moved).detach().requires_grad_()
+    ({loss}).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("loss", ["model(x).sum()", "model(x).sum() + force.square().sum()"])
+def test_what_differentiates_no_parameters_is_no_micro_batch(tmp_path: Path, loss: str) -> None:
+    """Forces, attacks, an evaluation of them: parts of the one that follows."""
+    path = tmp_path / "train.py"
+    path.write_text(ASIDE.format(loss=loss))
+    run = run_script(Script(path=path), World(size=1), TorchAdapter())
+    assert {n.meta.get(MICRO_BATCH, 0) for n in run.recorder.graph.nodes if n.op == "call_function"} == {0}

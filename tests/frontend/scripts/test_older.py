@@ -324,3 +324,21 @@ for step in range(3):
     script = Script(path=tmp_path / "train.py", arguments=said.split())
     run = run_script(script, World(size=2), TorchAdapter())
     assert any("has no argument overwrite_output_dir any more" in note for note in run.recorder.notes)
+
+
+def test_the_similarity_of_images_has_channels_as_it_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Today's passes `multichannel` over without a word, and compares channels as if they were pixels."""
+    package = tmp_path / "skimage"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "metrics.py").write_text("def structural_similarity(a, b, **given): return given")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = "{'channel_axis': -1, 'data_range': 1}"
+    old = "from skimage.metrics import structural_similarity as compare\n"
+    old += f"assert compare(0, 0, multichannel=True, data_range=1) == {told}"
+    run = _run(tmp_path, old + "\nassert compare(0, 0) == {}")
+    assert any("takes no multichannel any more" in note for note in run.recorder.notes)
+    for name in ("skimage", "skimage.metrics"):
+        sys.modules.pop(name, None)

@@ -198,6 +198,16 @@ def test_a_step_that_evaluates_as_none_before_it_is_not_recorded(
     assert any("train.py:10: step 2 runs modules" in note for note in run.recorder.notes) == (steps == 3)
 
 
+@pytest.mark.parametrize(("mode", "products", "steps"), [("eval", 2, 3), ("train", 22, 2)])
+def test_an_evaluation_with_gradients_on_is_one(tmp_path: Path, mode: str, products: int, steps: int) -> None:
+    path = tmp_path / "train.py"
+    text = MOVED.format(samples="[1]").replace("torch.no_grad()", "torch.enable_grad()")
+    path.write_text(text.replace("stream, event =", f"teacher.{mode}()\nstream, event ="))
+    run = run_script(Script(path=path, moves=True), World(), TorchAdapter())
+    found = [node for node in run.recorder.graph.nodes if str(node.target) == "aten.addmm.default"]
+    assert len(found) == products and run.recorder.steps == steps
+
+
 TURNS = """import torch
 made, judged = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 1).cuda()
 first = torch.optim.{kind}(judged.parameters(), lr=0.1)

@@ -36,11 +36,11 @@ REFUSED = {
     "raises": ("    raise ValueError('no such data set')\n", "train.py:12: ValueError: no such data set"),
     "asserts": ("    assert step > 5\n", "train.py:12: AssertionError: assert step > 5"),
     "branches on a tensor": (
-        "    if loss > 3:\n        break\n",
+        "    if loss > 3:\n        loss = loss * 2\n",
         "train.py:12: whether a tensor is true decides",
     ),
     "compares what it read": (
-        "    if loss.item() > 3:\n        break\n",
+        "    if loss.item() > 3:\n        loss = loss * 2\n",
         "train.py:12: a comparison with a tensor's value decides",
     ),
     "shape by values": ("    x = torch.empty(4).nonzero()\n", "train.py:12: how many elements 'nonzero' finds"),
