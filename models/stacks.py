@@ -1,7 +1,8 @@
 """Software stacks: which kernels a training framework runs, and what it overlaps. One file of `data/stacks` each.
 
-A file has a `title` and one table for each choice that it makes, with its `value` and its `source`. What a stack
-does not say is as it was captured, or as the plan's own defaults are.
+A file has a `title` and one table for each choice that it makes, with its `value` and its `source`. A stack that
+differs from another in a few choices names it (`like`). What a stack does not say is as it was captured, or as the
+plan's own defaults are.
 """
 
 from __future__ import annotations
@@ -143,15 +144,19 @@ def read_stack(path: Traversable) -> Stack:
 
     Raises:
         DataError: the file is not TOML, an entry is no choice of a stack or of a wrong type, or has no source.
+        UnknownNameError: it is like a stack that there is not.
     """
     import msgspec
 
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         said: dict[str, Any] = {"name": path.name.removesuffix(".toml"), "title": data.pop("title", "")}
+        like = load_stack(data.pop("like")) if "like" in data else Stack()
         _check(path.name, data)
         choices = {key: entry["value"] for key, entry in data.items()}
-        return msgspec.convert(said | choices | {"sources": {k: e["source"] for k, e in data.items()}}, Stack)
+        sources = {**like.sources, **{key: entry["source"] for key, entry in data.items()}}
+        others = {key: getattr(like, key) for key in like.sources}
+        return msgspec.convert(others | said | choices | {"sources": sources}, Stack)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise DataError(f"stack {path.name}: {error}") from error
 
