@@ -42,6 +42,7 @@ class Stack:
         zero_all_reduces: whether ZeRO-1 and 2 reduce whole gradients on every rank, of which each takes its part.
         zero3_apart: whether ZeRO-3 gathers and reduces each parameter by a collective of its own, and the host
             waits before each layer until the device is idle.
+        flat_parameters: whether the parameters that ZeRO-3 gathers at once are views of one tensor.
         main_gradients: whether products add to buffers of gradients in any type (gradient accumulation fusion); to
             those in fp32 they always do.
         fused_accumulation: whether products add to such buffers themselves; else a kernel casts each gradient, and
@@ -89,6 +90,7 @@ class Stack:
     grad_dtype_in_pipelines: Literal["", "bf16", "fp16", "fp32"] = ""
     zero_all_reduces: bool = False
     zero3_apart: bool = False
+    flat_parameters: bool = False
     main_gradients: bool = False
     fused_accumulation: bool = True
     reduce_dtype: Literal["", "bf16", "fp16", "fp32"] = ""

@@ -503,12 +503,12 @@ def with_stack(plan: Plan, stack: Stack) -> Plan:
 
 def _attention(stack: Stack, cluster: Cluster) -> str:
     """The first of a stack's kernels that a cluster's device has a model of; the first where it has none."""
-    from echograph.profiler.costs import load_device
+    from echograph.profiler.costs import attention_model, load_device
 
     if not stack.attention:
         return ""
-    known = load_device(cluster.device).attention
-    return next((kernel for kernel in stack.attention if kernel in known), stack.attention[0])
+    device = load_device(cluster.device)
+    return next((kernel for kernel in stack.attention if attention_model(device, kernel)), stack.attention[0])
 
 
 def with_kernels(job: G, stack: Stack, device: DeviceProfile | None) -> G:
@@ -542,11 +542,12 @@ def with_kernels(job: G, stack: Stack, device: DeviceProfile | None) -> G:
 
 
 def _kernel_for(attention: Attention, stack: Stack, device: DeviceProfile) -> str | None:
+    from echograph.profiler.costs import attention_model
     from echograph.profiler.costs.deterministic import is_possible
 
     architecture, order = device.datasheet.architecture, attention.deterministic
     possible = (k for k in stack.attention if is_possible(k, architecture, attention.dropout, order))
-    return next((kernel for kernel in possible if kernel in device.attention), None)
+    return next((kernel for kernel in possible if attention_model(device, kernel)), None)
 
 
 def apply(
@@ -691,6 +692,7 @@ def _fully_shard(plan: Plan, replicas: int, count: int, stack: Stack) -> dict[st
         "micro_batches": 1 if plan.pp > 1 else count,
         "reshard_after_forward": not keep,
         "apart": stack.zero3_apart,
+        "flat": stack.flat_parameters,
         "reduce_dtype": DType[stack.reduce_dtype.upper()] if stack.reduce_dtype else None,
     }
 
