@@ -37,6 +37,7 @@ class Stack:
         loss: "eager" or "fused" cross-entropy.
         logged_losses: cross-entropies of the logits that are worked out for the log beside the loss.
         loss_in_tensor_parallel: "eager" or "fused" cross-entropy where ranks share the vocabulary; "": eager.
+        foreach_optimizer: whether the optimizer has a kernel for each step of its arithmetic, not a fused one.
         grad_dtype: type in which gradients add up.
         grad_dtype_in_pipelines: type in which gradients add up in a pipeline, where it is another.
         zero_all_reduces: whether ZeRO-1 and 2 reduce whole gradients on every rank, of which each takes its part.
@@ -86,6 +87,7 @@ class Stack:
     loss: Literal["", "eager", "fused"] = ""
     logged_losses: int = 0
     loss_in_tensor_parallel: Literal["", "eager", "fused"] = ""
+    foreach_optimizer: bool = False
     grad_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     grad_dtype_in_pipelines: Literal["", "bf16", "fp16", "fp32"] = ""
     zero_all_reduces: bool = False

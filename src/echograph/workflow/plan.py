@@ -464,6 +464,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         (plan.loss == "fused", "fuse_loss", {}),
         (bool(plan.precision or plan.grad_dtype or stack.main_gradients), "precision", _precision(plan, stack)),
         # The kernels that its stack runs.
+        (stack.foreach_optimizer, "foreach_optimizer", {}),
         (stack.repeated_heads, "repeated_heads", {}),
         (stack.complex_rotation, "complex_rotation", {}),
         (bool(stack.attention), "attention_kernel", {"kernel": _attention(stack, cluster)}),
