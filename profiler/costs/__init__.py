@@ -12,14 +12,12 @@ from echograph.profiler.costs.device import (
     memory_bound,
 )
 from echograph.profiler.costs.gemm import convolution, gemm, grouped_gemm
-from echograph.profiler.costs.releases import attention_model
 
 __all__ = [
     "CostEstimate",
     "DeviceProfile",
     "attention_backward",
     "attention_forward",
-    "attention_model",
     "convolution",
     "device_names",
     "gemm",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from echograph.errors import UnavailableError, UnknownNameError
-from echograph.profiler.costs import attention_backward, attention_forward, attention_model, load_device
+from echograph.profiler.costs import attention_backward, attention_forward, load_device
 from echograph.profiler.costs.deterministic import is_possible
-from echograph.profiler.costs.releases import RELEASES, library_of
+from echograph.profiler.costs.releases import RELEASES, attention_model, library_of
 
 SHAPE = {"batch": 1, "heads": 32, "seq": 8192, "head_dim": 128}
 

@@ -504,7 +504,8 @@ def with_stack(plan: Plan, stack: Stack) -> Plan:
 
 def _attention(stack: Stack, cluster: Cluster) -> str:
     """The first of a stack's kernels that a cluster's device has a model of; the first where it has none."""
-    from echograph.profiler.costs import attention_model, load_device
+    from echograph.profiler.costs import load_device
+    from echograph.profiler.costs.releases import attention_model
 
     if not stack.attention:
         return ""
@@ -543,8 +544,8 @@ def with_kernels(job: G, stack: Stack, device: DeviceProfile | None) -> G:
 
 
 def _kernel_for(attention: Attention, stack: Stack, device: DeviceProfile) -> str | None:
-    from echograph.profiler.costs import attention_model
     from echograph.profiler.costs.deterministic import is_possible
+    from echograph.profiler.costs.releases import attention_model
 
     architecture, order = device.datasheet.architecture, attention.deterministic
     possible = (k for k in stack.attention if is_possible(k, architecture, attention.dropout, order))
