@@ -24,14 +24,16 @@ from typing import Any
 
 import msgspec
 
-from echograph.models.stacks import load_stack
-from echograph.profiler.costs import estimate, power
+from echograph.models.stacks import load_stack, stack_names
+from echograph.profiler.costs import estimate, power, releases
 from echograph.profiler.costs.device import PowerModel
+from echograph.workflow.system import System
 from echograph.workflow.validation import run, trainers
 from echograph.workflow.validation.table import MeasuredStep, read_measured_steps
 
 NEMO, MEGATRON_2021 = ("dgxc", "mlperf"), ("sc21t1", "kor22", "mlm2009", "vtrainM", "bloom")
 EVERY = ("dgxc", "mbridge", "mlperf", "titan", "mpt", "kor22", "sc21t1", "sc21t2", "vtrainM", "bloom")
+OF_TODAY = "nemo nemo-2 megatron-bridge megatron-bridge-2025"
 Undo = AbstractContextManager[None]
 
 
@@ -78,9 +80,12 @@ def stack(names: str, **choices: Any) -> Callable[[], Undo]:
     """Stacks, their names apart by spaces, with other choices."""
 
     def without() -> Undo:
-        found = ExitStack()
+        stacks, found = (
+            {name: load_stack(name) for name in stack_names()},
+            ExitStack(),
+        )  # all, as some are like others
         for name in names.split():
-            found.enter_context(setting(load_stack(name), **choices))
+            found.enter_context(setting(stacks[name], **choices))
         return found
 
     return without
@@ -102,6 +107,27 @@ def rules(leave_out: Callable[[Any], bool]) -> Callable[[], Undo]:
 
 
 CHOICES = (
+    Choice(
+        name="boards rest while kernels wait for communication of their layer; without: they draw as ever",
+        families=("dgxc", "mbridge", "mlperf", "titan", "mpt"),
+        without=lambda: setting(System, _exposed=lambda *_: {}),
+        source="an H200, measured with rests between products (benchmarks/measured/h200_power.csv)",
+        independent=True,
+    ),
+    Choice(
+        name="cuDNN's attention of 2024 and 2025 takes what it took then; without: what today's takes",
+        families=(*NEMO, "mbridge"),
+        without=lambda: setting(releases, RELEASES={}),
+        source="NVIDIA/cudnn-frontend's tables of these releases",
+        independent=True,
+    ),
+    Choice(
+        name="llm-foundry's parameters are views of one tensor; without: copied after each gather",
+        families=("mpt",),
+        without=stack("llm-foundry llm-foundry-2024", flat_parameters=False),
+        source="code of PyTorch and Composer",
+        independent=True,
+    ),
     Choice(
         name="boards differ, and a step waits for the slowest (1.5 %); without: all alike",
         families=EVERY,
@@ -140,35 +166,35 @@ CHOICES = (
     Choice(
         name="NeMo and Megatron-Bridge overlap tensor-parallel communication in chunks; without: bulk",
         families=(*NEMO, "mbridge"),
-        without=stack("nemo nemo-2 megatron-bridge", tp_comm_overlap="bulk"),
+        without=stack(OF_TODAY, tp_comm_overlap="bulk"),
         source="NeMo's and Megatron-Bridge's recipes",
         independent=True,
     ),
     Choice(
         name="a reduction beside products takes 16 multiprocessors of them; without: none",
         families=(*NEMO, "mbridge"),
-        without=stack("nemo nemo-2 megatron-bridge", tp_comm_sms=0),
+        without=stack(OF_TODAY, tp_comm_sms=0),
         source="Transformer Engine's default",
         independent=True,
     ),
     Choice(
         name="NeMo and Megatron-Bridge add gradients up in bf16; without: fp32",
         families=(*NEMO, "mbridge"),
-        without=stack("nemo nemo-2 megatron-bridge", grad_dtype="fp32"),
+        without=stack(OF_TODAY, grad_dtype="fp32"),
         source="NeMo's and Megatron-Bridge's recipes, dgxc-benchmarking",
         independent=True,
     ),
     Choice(
         name="tensor-parallel ranks gather in 8 bit what FP8 reads; without: in 16",
         families=(*NEMO, "mbridge", "titan"),
-        without=stack("nemo nemo-2 megatron-bridge torchtitan", fp8_gathers="bf16"),
+        without=stack(f"{OF_TODAY} torchtitan", fp8_gathers="bf16"),
         source="code of Transformer Engine and torchtitan",
         independent=True,
     ),
     Choice(
         name="FP8 casts weights once a step; without: for each micro-batch",
         families=(*NEMO, "mbridge"),
-        without=stack("nemo nemo-2 megatron-bridge", fp8_weights="micro-batch"),
+        without=stack(OF_TODAY, fp8_weights="micro-batch"),
         source="code of Megatron-LM and Transformer Engine",
         independent=True,
     ),
@@ -189,7 +215,7 @@ CHOICES = (
     Choice(
         name="experts' products are in FP8, too; without: in bf16",
         families=("mbridge",),
-        without=stack("nemo nemo-2 megatron-bridge", fp8_experts=False),
+        without=stack(OF_TODAY, fp8_experts=False),
         source="code of Transformer Engine",
         independent=True,
     ),

@@ -1,7 +1,8 @@
 """Software stacks: which kernels a training framework runs, and what it overlaps. One file of `data/stacks` each.
 
-A file has a `title` and one table for each choice that it makes, with its `value` and its `source`. What a stack
-does not say is as it was captured, or as the plan's own defaults are.
+A file has a `title` and one table for each choice that it makes, with its `value` and its `source`. A stack that
+differs from another in a few choices names it (`like`). What a stack does not say is as it was captured, or as the
+plan's own defaults are.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ class Stack:
         loss: "eager" or "fused" cross-entropy.
         logged_losses: cross-entropies of the logits that are worked out for the log beside the loss.
         loss_in_tensor_parallel: "eager" or "fused" cross-entropy where ranks share the vocabulary; "": eager.
+        foreach_optimizer: whether the optimizer has a kernel for each step of its arithmetic, not a fused one.
         grad_dtype: type in which gradients add up.
         grad_dtype_in_pipelines: type in which gradients add up in a pipeline, where it is another.
         zero_all_reduces: whether ZeRO-1 and 2 reduce whole gradients on every rank, of which each takes its part.
         zero3_apart: whether ZeRO-3 gathers and reduces each parameter by a collective of its own, and the host
             waits before each layer until the device is idle.
+        flat_parameters: whether the parameters that ZeRO-3 gathers at once are views of one tensor.
         main_gradients: whether products add to buffers of gradients in any type (gradient accumulation fusion); to
             those in fp32 they always do.
         fused_accumulation: whether products add to such buffers themselves; else a kernel casts each gradient, and
@@ -84,10 +87,12 @@ class Stack:
     loss: Literal["", "eager", "fused"] = ""
     logged_losses: int = 0
     loss_in_tensor_parallel: Literal["", "eager", "fused"] = ""
+    foreach_optimizer: bool = False
     grad_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     grad_dtype_in_pipelines: Literal["", "bf16", "fp16", "fp32"] = ""
     zero_all_reduces: bool = False
     zero3_apart: bool = False
+    flat_parameters: bool = False
     main_gradients: bool = False
     fused_accumulation: bool = True
     reduce_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
@@ -143,15 +148,19 @@ def read_stack(path: Traversable) -> Stack:
 
     Raises:
         DataError: the file is not TOML, an entry is no choice of a stack or of a wrong type, or has no source.
+        UnknownNameError: it is like a stack that there is not.
     """
     import msgspec
 
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         said: dict[str, Any] = {"name": path.name.removesuffix(".toml"), "title": data.pop("title", "")}
+        like = load_stack(data.pop("like")) if "like" in data else Stack()
         _check(path.name, data)
         choices = {key: entry["value"] for key, entry in data.items()}
-        return msgspec.convert(said | choices | {"sources": {k: e["source"] for k, e in data.items()}}, Stack)
+        sources = {**like.sources, **{key: entry["source"] for key, entry in data.items()}}
+        others = {key: getattr(like, key) for key in like.sources}
+        return msgspec.convert(others | said | choices | {"sources": sources}, Stack)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise DataError(f"stack {path.name}: {error}") from error
 

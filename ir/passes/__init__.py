@@ -26,6 +26,7 @@ PASSES = Table(
         "repeated_heads": "echograph.ir.passes.repeated_heads:RepeatedHeads",
         "complex_rotation": "echograph.ir.passes.complex_rotation:ComplexRotation",
         "attention_kernel": "echograph.ir.passes.kernels:AttentionKernel",
+        "foreach_optimizer": "echograph.ir.passes.foreach_optimizer:ForeachOptimizer",
         "fuse": "echograph.ir.passes.fuse:Fuse",
         "tp_comm_overlap": "echograph.ir.passes.tensor_parallel.overlap:TpCommOverlap",
         "tp_comm_waits": "echograph.ir.passes.tensor_parallel.overlap:TpCommWaits",

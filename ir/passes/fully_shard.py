@@ -420,6 +420,7 @@ class How:
         adds: gradients add up here, over several micro-batches; else they do elsewhere, or there is one.
         reduce_dtype: type in which gradients are reduced; None: their own.
         apart: each tensor is gathered and reduced by a collective of its own, and the host waits before.
+        flat: a unit's parameters are views of one tensor.
     """
 
     reshard: bool
@@ -428,6 +429,7 @@ class How:
     adds: bool
     reduce_dtype: t.DType | None
     apart: bool = False
+    flat: bool = False
 
 
 def actions(unit: Unit, main: bool, how: How, division: Division) -> tuple[str, ...]:
@@ -623,6 +625,9 @@ class UnitBlock(ShardedBlock):
         for gather, tensors in zip(gathers, parts, strict=True):
             whole = [self.use(tensor.id, phase) for tensor in tensors]
             done = (self.tokens[number, what],) if gather == gathers[-1] else ()
+            if self.how.flat:
+                self.builder.compute("fsdp.views", phase=phase, deps=(gather,), outputs=(*whole, *done))
+                continue
             copy = self.builder.compute(
                 "fsdp.split_with_sizes_copy", phase=phase, deps=(gather,), outputs=(*whole, *done),
                 bytes_read=self._nbytes(tensors), bytes_written=sum(x.nbytes for x in tensors),
@@ -722,11 +727,18 @@ class UnitBlock(ShardedBlock):
         if axes:
             group, stream = axes_group(builder, axes)
             cat = builder.compute(
-                "fsdp.chunk_cat", phase=t.Phase.BACKWARD, stream=stream if self.how.apart else 0, inputs=whole,
+                "aten.cat" if self.how.flat else "fsdp.chunk_cat", phase=t.Phase.BACKWARD,
+                stream=stream if self.how.apart else 0, inputs=whole,
                 bytes_read=sum(x.nbytes for x in tensors), bytes_written=total,
             )  # fmt: skip
             self._is_whole(cat, tensors, "bytes_read")
             self._is(cat, tensors, "bytes_written", reduced=True)
+            if self.how.flat:
+                cat = builder.compute(
+                    "aten.div_", phase=t.Phase.BACKWARD, stream=stream, deps=(cat,), bytes_read=total,
+                    bytes_written=total,
+                )  # fmt: skip
+                self._is(cat, tensors, "bytes_read", "bytes_written", reduced=True)
             name = REDUCE_LIST if self.how.apart else "fsdp.reduce_scatter"
             reduce = builder.collective(
                 name, t.CollectiveKind.REDUCE_SCATTER, group=group, bytes_per_rank=total,
@@ -778,6 +790,8 @@ class FullyShard:
         apart: each parameter is gathered, and its gradient reduced, by a collective of its own over a list of
             tensors, one a rank; before a layer's parameters are gathered, the layer before, the host waits until
             the device is idle, and backward waits for what it reduces. DeepSpeed's ZeRO-3 of 2021.
+        flat: a unit's parameters are views of one tensor, which is gathered as it is, and whose gradient is
+            divided before it is reduced. PyTorch's FSDP before `fully_shard` (torch.distributed.fsdp._flat_param).
     """
 
     name: ClassVar[str] = "fully_shard"
@@ -789,6 +803,7 @@ class FullyShard:
     reduce_every_micro_batch: bool | None = None
     reduce_dtype: t.DType | None = None
     apart: bool = False
+    flat: bool = False
 
     def __call__(self, graph: StepGraph | JobGraph) -> JobGraph:
         """The job graph; a pipeline's keeps its micro-batches.
@@ -891,6 +906,7 @@ class FullyShard:
             adds=several and (every or not staged),
             reduce_dtype=self.reduce_dtype,
             apart=self.apart,
+            flat=self.flat,
         )
 
 

@@ -48,6 +48,7 @@ from echograph.profiler.costs.device import (
     widen,
 )
 from echograph.profiler.costs.gemm import correction
+from echograph.profiler.costs.releases import attention_model, library_of
 
 ATTENTION_KERNELS = ("trtllm", "flash1", "flash2", "flash3", "flash4", "cudnn")
 """Kernels that some device has a model of; a profile may name others of its own."""
@@ -125,7 +126,8 @@ def attention_forward(
         v_head_dim: elements of a value (default: `head_dim`).
         causal: queries see only the keys up to their own position, counted from the end.
         window: causal only: queries see only so many of the last of them (default: all).
-        kernel: "flash2", "flash3", "cudnn", "trtllm", ...: default, the device's training kernel.
+        kernel: "flash2", "flash3", "cudnn", "trtllm", ..., or a release ("cudnn-2024"): default, the device's
+            training kernel.
         dropout: some of the scores are dropped (`dropout.py`).
 
     Raises:
@@ -397,9 +399,9 @@ def _traffic_seconds(kernel: AttentionPass, sheet: Datasheet, shape: AttentionSh
 
 def _model(device: DeviceProfile, kernel: str | None) -> AttentionModel:
     name = device.default_attention if kernel is None else kernel
-    model = device.attention.get(name)
+    model = attention_model(device, name)
     if model is None:
-        if name in ATTENTION_KERNELS:
+        if library_of(name) in ATTENTION_KERNELS:
             raise UnavailableError(f"device {device.name} has no attention kernel '{name}'", device.attention)
         raise UnknownNameError("attention kernel", name, device.attention, hint=f"on {device.name}")
     return model

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.profiler.costs.device import Datasheet, FloatArray
+from echograph.profiler.costs.releases import library_of
 
 KEYS_A_BLOCK = 128.0
 FP32, BF16 = 4.0, 2.0
@@ -70,7 +71,7 @@ def in_one_order(
         d: head dim.
         causal: whether queries see only the keys up to their own position.
     """
-    bandwidth = sheet.memory_bandwidth_bytes_per_s
+    bandwidth, kernel = sheet.memory_bandwidth_bytes_per_s, library_of(kernel)
     if kernel in ("flash1", "flash2"):
         splits = np.ceil(sheet.sm_count / (b * h))
         longer = _longest_over_mean(sheet.sm_count, b * h, np.ceil(kv / KEYS_A_BLOCK), causal)
@@ -91,6 +92,7 @@ def is_possible(kernel: str, architecture: str, dropout: float, deterministic: b
     has no fixed order before Hopper, on Blackwell none with dropout (without since 9.18.1), and on its consumer
     parts none.
     """
+    kernel = library_of(kernel)
     if kernel in ("flash3", "flash4"):
         return not dropout
     if kernel != "cudnn" or not deterministic:

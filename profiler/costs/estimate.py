@@ -60,6 +60,7 @@ from echograph.profiler.costs.gemm import (
     grouped_gemm,
 )
 from echograph.profiler.costs.power import PACED_AT, PACED_OF_PRODUCTS, sustained_clock
+from echograph.profiler.costs.releases import library_of
 from echograph.profiler.costs.unrolled import SPREAD as UNROLLED_SPREAD
 from echograph.profiler.costs.unrolled import unrolled_seconds
 from echograph.units import PS_PER_S, to_ps
@@ -500,7 +501,7 @@ def _core(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> PowerD
         kv_seq=key.shape[-2], v_head_dim=value.shape[-1],
     )  # fmt: skip
     flops = float(attention_flops(shape, op.attributes.causal, backward=backward))
-    return core._replace(kernel=_kernel(op.name) or device.default_attention, flops=flops)
+    return core._replace(kernel=library_of(_kernel(op.name) or device.default_attention), flops=flops)
 
 
 def _query_key_value(op: Compute, inputs: Sequence[Tensor]) -> Sequence[Tensor]:

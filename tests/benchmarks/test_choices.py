@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from echograph.models.stacks import load_stack, stack_names
-from echograph.profiler.costs import estimate, power
+from echograph.profiler.costs import estimate, power, releases
 from echograph.profiler.costs.device import PowerModel
+from echograph.workflow.system import System
 from echograph.workflow.validation import run, trainers
 from echograph.workflow.validation.table import MeasuredStep
 
@@ -37,7 +38,7 @@ def state() -> tuple[Any, ...]:
         [repr(load_stack(name)) for name in stack_names()],
         msgspec.to_builtins(table),
         (power.slowest_of, estimate.sustained_clock, dict(estimate.SPLIT_ACCUMULATION)),
-        PowerModel.joules_of,
+        (PowerModel.joules_of, System._exposed, dict(releases.RELEASES)),
     )
 
 

@@ -367,7 +367,8 @@ def test_samples_of_a_step_are_told_by_its_rate_or_without_accumulation(batch: s
 @pytest.mark.parametrize(
     ("trainer", "stack"),
     [
-        ("NeMo 24.07", "nemo"), ("NeMo AutoModel", "automodel"), ("automodel", "automodel"),
+        ("NeMo 24.07", "nemo-1"), ("nemo 23.11", "nemo-1"), ("NeMo 24.09", "nemo"),
+        ("NeMo AutoModel", "automodel"), ("automodel", "automodel"),
         ("Megatron-LM v0.12", "megatron-core"),
         ("Megatron Core", "megatron-core"), ("megatron_lm 2021", "megatron-2021"), ("TorchTitan", "torchtitan"),
         ("megatron-lm 2022", "megatron-2021"), ("megatron-lm 2024", "megatron-core"), ("nemo 25.02", "nemo-2"),

@@ -126,6 +126,22 @@ def test_gradients_are_copied_for_a_reduction_where_kernels_run() -> None:
     assert {op.stream for op in copies} == {op.stream for op in ran(job) if op.name == "aten.mm"}
 
 
+def test_views_of_one_tensor_are_gathered_without_a_copy_and_gradients_are_divided() -> None:
+    """FSDP before `fully_shard`: parameters are torch.split's views, whose gradients one cat puts side by side."""
+    apart, flat = ([op.name for op in ran(lower(flat=flat))] for flat in (False, True))
+    assert "fsdp.split_with_sizes_copy" in apart and "fsdp.split_with_sizes_copy" not in flat
+    assert flat.count("fsdp.views") == apart.count("fsdp.split_with_sizes_copy")
+    job = lower(flat=True)
+    ops = [op for op in ran(job) if isinstance(op, Compute)]
+    cats, divided = ([op for op in ops if op.name == name] for name in ("aten.cat", "aten.div_"))
+    assert len(cats) == len(divided) == LAYERS + 1
+    assert [op.bytes_written for op in divided] == [op.bytes_written for op in cats]
+    reductions = {op.stream for op in ran(job) if op.name == "fsdp.reduce_scatter"}
+    assert {op.stream for op in cats} == {0} and {op.stream for op in divided} == reductions
+    views = next(op for op in ops if op.name == "fsdp.views")
+    assert views.bytes_read == views.bytes_written == 0
+
+
 def test_a_stage_reduces_what_its_last_backward_pass_has_left() -> None:
     """torch's pipelines call FSDP for all layers of a stage behind its last backward pass (`REDUCE_GRAD`)."""
     job = FullyShard(replicas=4)(Pipeline(stages=2, micro_batches=3)(Fold()(layered_step(LAYERS))))

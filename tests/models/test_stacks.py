@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,9 +99,29 @@ def test_an_activation_stays_unfused_where_its_library_has_no_kernel() -> None:
 def test_attention_is_of_the_first_kernel_that_the_device_has() -> None:
     workload = Workload(dtype=DType.BF16)
     plan = Plan(gpus=8, stack="nemo")
-    assert "attention_kernel{kernel=cudnn}" in said(plan)
+    assert "attention_kernel{kernel=cudnn-2024}" in said(plan)
     on_a100 = " ".join(map(pass_text, passes(plan, workload, load_cluster("dgx-a100"))))
     assert "attention_kernel{kernel=flash2}" in on_a100
+
+
+def test_nemo_ran_flashattention_until_its_launcher_let_cudnn_in() -> None:
+    said_of = {name: said(Plan(gpus=8, cp=2, stack=name)) for name in ("nemo-1", "nemo", "nemo-2")}
+    kernels = {name: re.findall(r"attention_kernel{kernel=([\w-]+)}", text) for name, text in said_of.items()}
+    assert kernels == {"nemo-1": ["flash2"], "nemo": ["cudnn-2024"], "nemo-2": ["cudnn"]}
+    waits = {name: load_stack(name).ring_host_waits for name in said_of}
+    assert waits == {"nemo-1": False, "nemo": True, "nemo-2": False}
+
+
+def test_a_stack_like_another_has_its_choices_and_their_sources(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('title = "Ours"\nlike = "nemo"\n[grad_dtype]\nvalue = "fp32"\nsource = "a report"\n')
+    own, nemo = read_stack(path), load_stack("nemo")
+    assert own == replace(
+        nemo, name="own", title="Ours", grad_dtype="fp32", sources={**nemo.sources, "grad_dtype": "a report"}
+    )
+    path.write_text('like = "nemos"\n')
+    with pytest.raises(UnknownNameError, match="nemo"):
+        read_stack(path)
 
 
 def test_a_file_without_a_source_or_with_an_unknown_choice_is_refused(tmp_path: Path) -> None:

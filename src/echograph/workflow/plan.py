@@ -464,6 +464,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         (plan.loss == "fused", "fuse_loss", {}),
         (bool(plan.precision or plan.grad_dtype or stack.main_gradients), "precision", _precision(plan, stack)),
         # The kernels that its stack runs.
+        (stack.foreach_optimizer, "foreach_optimizer", {}),
         (stack.repeated_heads, "repeated_heads", {}),
         (stack.complex_rotation, "complex_rotation", {}),
         (bool(stack.attention), "attention_kernel", {"kernel": _attention(stack, cluster)}),
@@ -504,11 +505,12 @@ def with_stack(plan: Plan, stack: Stack) -> Plan:
 def _attention(stack: Stack, cluster: Cluster) -> str:
     """The first of a stack's kernels that a cluster's device has a model of; the first where it has none."""
     from echograph.profiler.costs import load_device
+    from echograph.profiler.costs.releases import attention_model
 
     if not stack.attention:
         return ""
-    known = load_device(cluster.device).attention
-    return next((kernel for kernel in stack.attention if kernel in known), stack.attention[0])
+    device = load_device(cluster.device)
+    return next((kernel for kernel in stack.attention if attention_model(device, kernel)), stack.attention[0])
 
 
 def with_kernels(job: G, stack: Stack, device: DeviceProfile | None) -> G:
@@ -543,10 +545,11 @@ def with_kernels(job: G, stack: Stack, device: DeviceProfile | None) -> G:
 
 def _kernel_for(attention: Attention, stack: Stack, device: DeviceProfile) -> str | None:
     from echograph.profiler.costs.deterministic import is_possible
+    from echograph.profiler.costs.releases import attention_model
 
     architecture, order = device.datasheet.architecture, attention.deterministic
     possible = (k for k in stack.attention if is_possible(k, architecture, attention.dropout, order))
-    return next((kernel for kernel in possible if kernel in device.attention), None)
+    return next((kernel for kernel in possible if attention_model(device, kernel)), None)
 
 
 def apply(
@@ -691,6 +694,7 @@ def _fully_shard(plan: Plan, replicas: int, count: int, stack: Stack) -> dict[st
         "micro_batches": 1 if plan.pp > 1 else count,
         "reshard_after_forward": not keep,
         "apart": stack.zero3_apart,
+        "flat": stack.flat_parameters,
         "reduce_dtype": DType[stack.reduce_dtype.upper()] if stack.reduce_dtype else None,
     }
 
