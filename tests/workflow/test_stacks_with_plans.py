@@ -19,7 +19,7 @@ from echograph.models import get_model
 from echograph.models.stacks import stack_names
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.plan import Plan
-from echograph.workflow.predict import UNSAID_STACK, lower, simulate
+from echograph.workflow.predict import UNSAID_STACK, lower, predict, simulate
 
 pytestmark = pytest.mark.torch
 
@@ -54,6 +54,14 @@ def cases() -> Iterator[ParameterSet]:
 @pytest.mark.parametrize(("plan", "stack"), list(cases()))
 def test_a_step_is_spread_and_simulated(plan: str, stack: str) -> None:
     assert simulate(lower(step(), replace(PLANS[plan], stack=stack)), memory=False).step_ps > 0
+
+
+def test_a_lowered_job_is_run_by_the_stack_of_its_plan() -> None:
+    """As one read from a file is, of which nobody gives the plan again."""
+    plan = replace(PLANS["sharded"], stack="inductor")
+    job = lower(step(), plan)
+    assert job.workload.stack == "inductor"
+    assert simulate(job).step_ps == predict(step(), plan)[0].step_ps
 
 
 @pytest.mark.slow

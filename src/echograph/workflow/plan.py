@@ -577,6 +577,8 @@ def apply(
         made: StepGraph | JobGraph = SharedJobs().job(step, rest)
     else:
         made = run(graph, chosen, verify=bool(plan.passes), note=note)
+    if plan.stack and isinstance(graph, StepGraph):  # a job says which software runs it, as its step does
+        made = replace(made, workload=replace(made.workload, stack=plan.stack))
     if note is not None and isinstance(graph, StepGraph):
         for line in without_effect(plan, cluster):
             note(line)
