@@ -230,14 +230,18 @@ assert made.shape == (2, 16, 4, 32) and none is None
 
 
 def test_a_real_number_that_nobody_has_is_not_zero(tmp_path: Path) -> None:
-    """As a model asks whether its table of angles was filled; a table that the host knows is looked at."""
-    asked = """table = torch.outer(torch.arange(32768.0), torch.ones(64)).cos().cuda()
+    """As a model asks whether its table of angles was filled; a table that the host knows is looked at.
+
+    What ends the script there is called by another name, or the text would say which way it goes.
+    """
+    asked = """otherwise = lambda code: sys.exit(code)
+table = torch.outer(torch.arange(32768.0), torch.ones(64)).cos().cuda()
 if table[0, 0] == 0 or not table[0, 0] != 0 or table.sum().item() == 0:
-    sys.exit(5)
+    otherwise(5)
 if not torch.zeros(2, 2)[0, 0] == 0:
-    sys.exit(6)
+    otherwise(6)
 """
     told = capture(tmp_path, asked).notes
-    assert any("train.py:4 asks whether a number is 0" in note for note in told)
-    with pytest.raises(CaptureError, match=r"train.py:8: whether a tensor is true"):
+    assert any("train.py:5 asks whether a number is 0" in note for note in told)
+    with pytest.raises(CaptureError, match=r"train.py:9: whether a tensor is true"):
         capture(tmp_path, asked + "if table[0, 0] == 1:\n    pass")
