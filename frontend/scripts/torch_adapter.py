@@ -666,6 +666,17 @@ _BUILT_IN = {
 }
 
 
+def _compresses_later(state: Any) -> str:
+    """A line on a hook that reduces whole gradients in this step, and compresses them in later ones; else ""."""
+    begin = getattr(state, "start_powerSGD_iter", 0)
+    if getattr(state, "iter", begin) >= begin:
+        return ""
+    return (
+        f"PowerSGD compresses gradients after {begin:,} steps, and the recorded step is before: "
+        f"--step {begin + 2} records one that does, or give its state an earlier start_powerSGD_iter"
+    )
+
+
 def _bucket_hook(recorder: ScriptRecorder, group: Any, hooks: list[tuple[Any, Any]]) -> Callable[..., Any]:
     """What the reducer calls for each bucket that is full.
 
@@ -685,6 +696,8 @@ def _bucket_hook(recorder: ScriptRecorder, group: Any, hooks: list[tuple[Any, An
                 for name in _OF_HOOKS:
                     stack.enter_context(patched(dist, name, _with_future))
                 own, hook = hooks[0]
+                if recorder.is_recording:
+                    recorder.warn(_compresses_later(own))
                 made: torch.futures.Future[Tensor] = hook(own, bucket)
                 return made
         recorder.untouched = buffer  # the reducer's buckets have memory, as much as all gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,14 @@ def test_hooks_of_ddp_exchange_what_they_say(tmp_path: Path, hook: str) -> None:
         node.meta[COMMUNICATION] for node in run.recorder.graph.nodes if COMMUNICATION in node.meta
     ]
     assert sorted(call.nbytes for call in calls) == sorted(HOOKS[hook])
+
+
+def test_a_hook_that_compresses_later_is_told(tmp_path: Path) -> None:
+    hook = "model.register_comm_hook(powerSGD_hook.PowerSGDState(None, 1, 3), powerSGD_hook.powerSGD_hook)"
+    (tmp_path / "train.py").write_text(HOOKED.format(hook=hook))
+    for step, told in ((2, ["--step 5"]), (4, [])):
+        run = run_script(Script(path=tmp_path / "train.py", step=step), World(size=4), TorchAdapter())
+        assert [re.search(r"--step \d+", line)[0] for line in run.recorder.warnings if "PowerSGD" in line] == told
 
 
 CUT = """import torch
