@@ -632,13 +632,31 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         if self._stack:
             self._stack.pop()
 
-    def _optimizer_begins(self, stepping: Optimizer, *_: Any) -> None:
+    def _optimizer_begins(self, stepping: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An optimizer steps; what it calls to have the loss worked out (its closure) is no part of that."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self.memory.add_optimizer(stepping)
-        if self._recording and not self._optimizing:
+        if closure is None and self._recording and not self._optimizing:
             self._check_gradients(stepping)
         if not self._optimizing:
             self._stateless = not stepping.state
         self._optimizing += 1
+        if not callable(closure):
+            return None
+
+        def evaluated() -> Any:
+            optimizing, self._optimizing = self._optimizing, 0
+            try:
+                loss = closure()
+            finally:
+                self._optimizing = optimizing
+            if self._recording and optimizing == 1:
+                self._check_gradients(stepping)
+            return loss
+
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": evaluated}
+        return (args[0], evaluated, *args[2:]), kwargs
 
     def _optimizer_ends(self, stepping: Optimizer, *_: Any) -> None:
         self._optimizing -= 1

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from echograph.errors import CaptureError
+from echograph.frontend.pytorch.annotate import PHASE
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.collectives import Communication
-from echograph.frontend.scripts.recorder import COMMUNICATION
+from echograph.frontend.scripts.recorder import COMMUNICATION, MICRO_BATCH
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
@@ -259,6 +260,33 @@ def test_hooks_of_ddp_exchange_what_they_say(tmp_path: Path, hook: str) -> None:
         node.meta[COMMUNICATION] for node in run.recorder.graph.nodes if COMMUNICATION in node.meta
     ]
     assert sorted(call.nbytes for call in calls) == sorted(HOOKS[hook])
+
+
+@pytest.mark.parametrize("given", ["closure", "closure=closure"])
+def test_what_an_optimizer_calls_for_the_loss_is_no_part_of_its_step(tmp_path: Path, given: str) -> None:
+    """As Lightning trains, with accumulation: the last micro-batch is worked out within the optimizer's step."""
+    (tmp_path / "train.py").write_text(f"""import torch
+net = torch.nn.Linear(8, 4).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+def closure():
+    loss = net(torch.randn(2, 8).cuda()).square().mean()
+    loss.backward()
+    return loss
+for _ in range(3):
+    optimizer.zero_grad()
+    closure()
+    optimizer.step({given})
+""")
+    run = run_script(Script(path=tmp_path / "train.py"), World(size=1), TorchAdapter())
+    nodes = [node for node in run.recorder.graph.nodes if PHASE in node.meta]
+    made = [(node.meta[PHASE], node.meta.get(MICRO_BATCH), str(node.target)) for node in nodes]
+    products = [(phase, batch) for phase, batch, name in made if name.startswith(("aten.addmm.", "aten.mm."))]
+    assert products == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
+    assert {name.split(".")[1] for phase, _, name in made if phase == "optimizer"} <= {
+        "_fused_adamw_",
+        "_foreach_add_",
+    }
+    assert not run.recorder.warnings
 
 
 def test_a_hook_that_compresses_later_is_told(tmp_path: Path) -> None:
