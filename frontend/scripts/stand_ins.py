@@ -490,14 +490,14 @@ def _rotary_of_all(
 ) -> Tensor:
     """`apply_rotary_emb_qkv_` of (batch, sequence, 3, heads, head), or of heads of queries, keys and values."""
     turned = 2 if num_heads_q is None else (num_heads_q + qkv.shape[2]) // 2
-    out: Tensor = _RotatedWithin.apply(qkv, turned)  # type: ignore[no-untyped-call]
-    return out
+    apply: Callable[..., Tensor] = _RotatedWithin.apply
+    return apply(qkv, turned)
 
 
 def _rotary_of_keys(kv: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> Tensor:
     """`apply_rotary_emb_kv_` of (batch, sequence, 2, heads, head)."""
-    out: Tensor = _RotatedWithin.apply(kv, 1)  # type: ignore[no-untyped-call]
-    return out
+    apply: Callable[..., Tensor] = _RotatedWithin.apply
+    return apply(kv, 1)
 
 
 class _RotaryEmbedding(torch.nn.Module):

@@ -3,7 +3,7 @@
 Captured steps rotate by cosines and sines, which a compiler makes one kernel of 16-bit numbers. Code that takes
 two neighbours for a complex number (`torch.view_as_complex`) converts to fp32, multiplies, and converts back, and
 inductor generates no code for complex numbers: the product is PyTorch's own kernel, which nothing is fused with
-("Torchinductor does not support code generation for complex operators", pytorch/torchtitan, issue 15).
+("Torchinductor does not support code generation for complex operators", pytorch/torchtitan#15).
 
 It comes before the pass that fuses elementwise operations.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,8 +53,8 @@ def test_kernels_of_torch_move_as_many_elements() -> None:
     read, written = 0, 0
     reads = {"lerp_": 2, "addcmul_": 2, "addcdiv_": 3}
 
-    class Count(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal read, written
             name = func._schema.name.removeprefix("aten::_foreach_")
             lists = args[0] if args and isinstance(args[0], list) else []
